@@ -17,6 +17,8 @@ from typing import NoReturn
 from kdpkit import __version__, errors
 from kdpkit.launch import _output
 
+__all__ = ["main"]
+
 _COMMANDS = {  # name: module
     "doctor": "diagnostics._doctor",
     "env": "diagnostics._env",

@@ -27,6 +27,8 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks, storage
 
+__all__ = ["load_images", "load_text"]
+
 _HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _DOWNLOADED = ("mnist", "fashion_mnist")
@@ -66,9 +68,9 @@ def load_text(data: str | os.PathLike[str] = "builtin", *, longer_than: int = 0)
 
     The built-in text is the English documentation that ships with Python, about 300,000 words: each
     line is a paragraph of a docstring of the standard library, or of the reference that `help()`
-    shows. The source is parsed, never imported. Interpreter sessions, tests and repeated paragraphs
-    are left out. About 90 % of the words train and 5 % each validate and test; all modules of a
-    directory go to one split. It depends on the Python version.
+    shows. Modules are parsed, never imported; their paragraphs go to one split by directory, about
+    90 % of the words to training and 5 % each to validation and test. It depends on the version of
+    Python.
 
     Args:
         data: `"builtin"`; a directory of WikiText, with `wiki.{train,valid,test}.tokens`; or a
@@ -162,21 +164,18 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
     return _downloaded(str(data)) if data in _DOWNLOADED else _from_npz(storage.path(data))
 
 
-# Text.
-
-
 def _documents(root: Path) -> dict[str, list[str]]:
-    """Read paragraphs, each where it comes first, by what goes to one split.
+    """Return paragraphs by the directory of their module, or by the module if it is at the top.
 
-    That is a directory of modules, or a top-level module. What cannot be parsed is left out.
+    A repeated paragraph, and a module that cannot be parsed, is left out.
     """
     documents: dict[str, list[str]] = {}
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        if _NOT_DOCUMENTATION.intersection(inside.parts):
+        relative = path.relative_to(root)
+        if _NOT_DOCUMENTATION.intersection(relative.parts):
             continue
-        name = inside.parent if len(inside.parts) > 1 else inside
+        name = relative.parent if len(relative.parts) > 1 else relative
         document = documents.setdefault(f"stdlib/{name.as_posix()}", [])
         try:
             lines = [line for line in dict.fromkeys(_documentation(path)) if line not in seen]
@@ -217,18 +216,17 @@ def _topic(node: ast.AST) -> str:
 def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:
     """Divide documents between train, validation and test, in an order derived from their names.
 
-    Test and validation take documents until they have their fraction of the words; a document that
-    would exceed it is for training.
+    A document that would exceed the fraction of the test and the validation split is for training.
     """
     words = {name: sum(len(line.split()) for line in lines) for name, lines in documents.items()}
     quota = _HELD_OUT * sum(words.values())
-    taken = {"test": 0, "validation": 0}
+    words_of_split = {"test": 0, "validation": 0}
     split_of = {}
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        fits = [split for split in taken if taken[split] + words[name] <= quota]
+        fits = [split for split, count in words_of_split.items() if count + words[name] <= quota]
         split_of[name] = fits[0] if fits else "train"
         if fits:
-            taken[fits[0]] += words[name]
+            words_of_split[fits[0]] += words[name]
     return [
         tuple(line for name in documents if split_of[name] == split for line in documents[name])
         for split in ("train", "validation", "test")
@@ -238,7 +236,7 @@ def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:
 def _content(path: storage.AnyPath) -> bytes:
     try:
         return path.read_bytes()
-    except errors.InputError:  # of object storage
+    except errors.InputError:  # object storage raises its own
         raise
     except OSError as error:
         checks.fail_for_file(f"The file cannot be read ({error.strerror})", path)
@@ -259,9 +257,6 @@ def _lines(path: storage.AnyPath) -> tuple[str, ...]:
     return lines
 
 
-# Images.
-
-
 def _digits() -> ImageSplits:
     try:
         from sklearn.datasets import load_digits
@@ -272,11 +267,11 @@ def _digits() -> ImageSplits:
         ) from error
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype("uint8")
-    tested = np.zeros(len(images), bool)
+    is_test = np.zeros(len(images), bool)
     for label in range(10):
         examples = np.flatnonzero(bunch.target == label)
-        tested[examples[-(len(examples) // 5) :]] = True
-    train, test = (_labelled(images[part], bunch.target[part]) for part in (~tested, tested))
+        is_test[examples[-(len(examples) // 5) :]] = True
+    train, test = (_labelled(images[part], bunch.target[part]) for part in (~is_test, is_test))
     return ImageSplits(train, test)
 
 

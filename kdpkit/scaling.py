@@ -8,6 +8,8 @@ import math
 
 from kdpkit._internal import checks
 
+__all__ = ["ScalePlan", "scale_learning_rate", "split_batch"]
+
 RULES = ("linear", "sqrt", "none")
 
 

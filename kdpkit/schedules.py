@@ -1,13 +1,12 @@
 """Learning-rate schedules that wrap and join each other, on TensorFlow and JAX.
 
-Each is a Keras `LearningRateSchedule`: it goes to an optimizer as `learning_rate`, and into saved
-models (import this module before loading one). A step is a batch as the optimizer counts them, the
-first is 0. The count is the same on all replicas, hence the rate.
-
-With gradient accumulation Keras counts every batch, not every update: lengths here are batches,
-as from `kdpkit.scaling.ScalePlan.total_steps`.
+Each is a Keras `LearningRateSchedule`, for an optimizer's `learning_rate` and in saved models
+(import this module before loading one). Steps are those that the optimizer counts, from 0, the same
+on all replicas. With gradient accumulation Keras counts every batch, not every update, as
+`kdpkit.scaling.ScalePlan.total_steps` does.
 """
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +21,16 @@ from kdpkit._internal import checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+__all__ = [
+    "JoinedSchedule",
+    "LinearWarmup",
+    "ScaledSchedule",
+    "plot",
+    "preview",
+    "warmup_cosine",
+    "warmup_polynomial",
+]
 
 Rate: TypeAlias = LearningRateSchedule | float
 
@@ -85,7 +94,7 @@ class LinearWarmup(_Schedule):
         )
 
     def _rate_at(self, step: Any) -> Any:
-        # Clamped, this is the first rate during warmup and never asks for a negative step.
+        # During the warmup this is the rate at step 0, since schedules take no negative step.
         rate = _rate(self.schedule, ops.maximum(step - self.warmup_steps, 0))
         done = ops.cast(step, keras.config.floatx()) / self.warmup_steps
         warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
@@ -229,9 +238,6 @@ def warmup_cosine(
         warmup_steps: Steps of linear warmup; 0 starts at the peak.
         end_learning_rate: Rate from step `total_steps` on, at most `peak`.
 
-    Returns:
-        Keras' `CosineDecay`, within a `LinearWarmup` where there is one.
-
     Raises:
         ValueError: A warmup that leaves the decay no step, or a rate out of range.
     """
@@ -242,9 +248,7 @@ def warmup_cosine(
 
 
 def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
-    """Compute the rates that a schedule will give, without training.
-
-    All steps are computed together: a hundred thousand take milliseconds.
+    """Compute the rates of a schedule, of many steps at once.
 
     >>> preview(keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0), [0, 3, 9]).tolist()
     [1.0, 0.25, 0.0]
@@ -264,7 +268,7 @@ def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
 
 
 def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = None) -> "Axes":
-    """Draw a schedule's rate over the steps, with matplotlib.
+    """Draw a schedule's rate over the steps, and return the matplotlib `Axes`.
 
     A notebook shows the figure; elsewhere save it: `plot(schedule, 1000).figure.savefig(path)`.
 
@@ -272,16 +276,10 @@ def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = No
         schedule: A schedule, or a number for a constant rate.
         steps: Number of steps, from step 0; or the steps themselves.
         axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
-
-    Returns:
-        The matplotlib `Axes`, for titles and limits.
-
-    Raises:
-        ValueError: As `preview`.
     """
     rates = preview(schedule, steps)
     if axes is None:
-        from matplotlib import pyplot  # an extra, which nothing else here needs
+        from matplotlib import pyplot  # an optional dependency, which nothing else here needs
 
         axes = pyplot.subplots(layout="constrained")[1]
     axes.plot(_step_numbers(steps), rates)
@@ -326,9 +324,9 @@ def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
 
 
 def _count(step: Any) -> Any:
-    """Return a step as the backend's widest integer (a fractional step stays a float).
+    """Return a step as the backend's widest integer; a fractional step stays a float.
 
-    Boundaries are subtracted from integers: float32 cannot represent every step beyond 2**24.
+    Integers matter because float32 cannot represent every step beyond 2**24.
     """
     step = ops.convert_to_tensor(step)
     fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
@@ -338,17 +336,14 @@ def _count(step: Any) -> Any:
 def _rates(schedule: Rate, steps: Any) -> Any:
     """Compute the rates at a vector of steps.
 
-    Nearly every schedule takes the vector as it takes a scalar. One with a condition in it, such
-    as `CosineDecay` with `warmup_target`, does not: it is traced for a scalar and mapped. Mapping
-    is not the rule because it is slow, and TensorFlow warns when it happens often.
+    Nearly every schedule takes a vector as it takes a scalar. One with a condition in it, such as
+    `CosineDecay` with `warmup_target`, does not, and is mapped, which is slow.
     """
-    try:
+    with contextlib.suppress(Exception):  # mapping raises an error of the schedule's again
         rates = _rate(schedule, steps)
-    except Exception:  # whatever it is, the schedule's own fault is raised again below
-        rates = None
-    if rates is None or rates.shape != steps.shape:
-        rates = ops.vectorized_map(lambda step: _rate(schedule, step), steps)
-    return rates
+        if rates.shape == steps.shape:
+            return rates
+    return ops.vectorized_map(lambda step: _rate(schedule, step), steps)
 
 
 def _rate(schedule: Rate, step: Any) -> Any:

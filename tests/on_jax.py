@@ -10,7 +10,6 @@ ON_JAX = {
         "tests/test_batches.py",
         "tests/test_batch_sources.py",
         "tests/test_checkpoints.py",
-        "tests/test_orbax.py",
         "tests/test_sharding.py",
         "tests/test_tpus.py",
     ],
@@ -20,6 +19,7 @@ ON_JAX = {
         "tests/training/test_remat.py",
     ],
     "diagnostics": [
+        "tests/diagnostics/test_arrays.py",
         "tests/diagnostics/test_largest_batch.py",
         "tests/diagnostics/test_memory_plan.py",
         "tests/diagnostics/test_plan.py",

@@ -20,16 +20,11 @@ LIMIT = 600.0  # seconds for anything, on a machine that is slow and busy
 
 
 def run(*command, check=True, cwd=None, seconds=SOON, **variables):
-    """Run a program to its end, with some more variables; return it with what it printed.
-
-    Variables that are None are left out.
-    """
-    variables = {**os.environ, **variables}
-    environment = {name: str(value) for name, value in variables.items() if value is not None}
+    """Run a program to its end, with other variables; return it with what it printed."""
     ended = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
-        env=environment,
+        env=with_others(variables),
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -37,6 +32,12 @@ def run(*command, check=True, cwd=None, seconds=SOON, **variables):
     )
     assert not check or ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
     return ended
+
+
+def with_others(variables):
+    """Return this process' environment with other variables, or without those that are None."""
+    values = {**os.environ, **variables}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def run_code(code, *words, **settings):
@@ -52,7 +53,7 @@ class Process:
         self._process = subprocess.Popen(
             [*map(str, command)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | variables,
+            env=with_others({"PYTHONUNBUFFERED": "1", **variables}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -72,9 +73,9 @@ class Process:
     def count(self, text):
         return sum(text in line for line in [*self.lines])
 
-    def wait_for(self, text, count=1):
+    def wait_for(self, text, count=1, seconds=LIMIT):
         """Wait until so many lines have a text."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + seconds
         while self.count(text) < count:
             if self._process.poll() is not None:
                 self._reader.join(timeout=10)
@@ -115,9 +116,9 @@ class Together:
     def __getitem__(self, index):
         return self.running[index]
 
-    def wait_for(self, text, count=1):
+    def wait_for(self, text, count=1, seconds=LIMIT):
         for process in self.running:
-            process.wait_for(text, count)
+            process.wait_for(text, count, seconds)
 
     def end(self, seconds=LIMIT):
         """Wait for all; return their exit codes."""

@@ -5,16 +5,14 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import time
 
 import pytest
 
+from tests.processes import Process, Together, wait_for_file
 from tests.python_without import python_without
 from tools.accelerator import __main__ as command
 from tools.accelerator import bert, speed
 
-ROOT = pathlib.Path(__file__).parent.parent
 REHEARSED = ("correct", "watching", "bert")  # the others do the same with larger models
 EXPLAINED = ("PyTorch is not installed", "no nvidia-smi")
 
@@ -28,28 +26,19 @@ def test_parts_are_rehearsed_without_tensorflow_and_ctrl_c_keeps_the_finished(tm
     ours = ("KERAS_", "JAX_", "XLA_", "TF_")
     python, out = python_without(tmp_path / "python", "tensorflow", "torch"), tmp_path / "figures"
     flags = ["--rehearse", "--rounds=1", f"--out={out}"]
-    process = subprocess.Popen(
-        [python, "-m", "tools.accelerator", *flags, *REHEARSED, "gpt2"],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith(ours)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        while not (out / "gpt2.json").exists():
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.1)
-        time.sleep(0.5)  # its contestants start
-    finally:
-        process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "interrupted." in stderr
-    assert "Traceback" not in stderr
+    command = [python, "-m", "tools.accelerator", *flags, *REHEARSED, "gpt2"]
+    removed = dict.fromkeys(name for name in os.environ if name.startswith(ours))
+    with Together([Process(*command, **removed)]) as started:
+        started.wait_for("gpt2 ...", seconds=1500)
+        wait_for_file(out / "gpt2.json")  # its contestants start
+        started[0].send(signal.SIGINT)
+        assert started.end() == [130], started.shown
+    (shown,) = started.shown
+    assert "interrupted." in shown
+    assert "Traceback" not in shown
     running = [file.read_bytes() for file in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(str(out).encode() in line for line in running)
-    assert "steps a call" in stdout
+    assert "steps a call" in shown
     found = {part: json.loads((out / f"{part}.json").read_text()) for part in REHEARSED}
     for part, of_part in found.items():
         for sentence in of_part["missing"]:

@@ -188,13 +188,18 @@ def test_a_forbidden_import_would_be_seen():
     assert breaches("_internal/a.py", upward) == {"training"}
 
 
-@pytest.mark.parametrize("page", ["development/architecture.md", "upstream/README.md"])
+PAGES = ("development/architecture.md", "development/facts.md", "upstream/README.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_tables_of_a_page_name_files_and_functions_that_exist(page):
     text = (ROOT.parent / "docs" / page).read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    named = re.findall(r"`([\w/]+\.py)`(?:, `(\w+)`)?", rows)
+    named = re.findall(r"`([\w/]+\.py)(?:(?:::|`, `)(\w+))?`", rows)
     assert len(named) >= 7
-    files = [*FILES, *(ROOT.parent / "tests").rglob("*.py")]
+    files = [
+        path for part in ("kdpkit", "tests", "tools") for path in (ROOT.parent / part).rglob("*.py")
+    ]
     for file, function in named:
         texts = [path.read_text(encoding="utf-8") for path in files if path.match(file)]
         assert any(function in text for text in texts), f"{page}: {file}, {function}"

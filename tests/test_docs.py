@@ -35,6 +35,7 @@ PAGES = [README, *DOCS, *(ROOT / page for page in BESIDE)]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUNS = re.compile(r"(?:python|pytest.*) (train|test_\w+)\.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+MOST_NAMES = 100  # public ones, see docs/development/writing.md
 REPOSITORY = "https://github.com/kdpkit/kdpkit/blob/main/"
 
 
@@ -241,9 +242,13 @@ def test_commands_and_flags_exist(call):
         assert re.search(rf"{flag}\b", printed.getvalue()), flag
 
 
+def public_modules():
+    modules = {path.stem for path in (ROOT / "kdpkit").iterdir() if path.stem[0] not in "_."}
+    return sorted(modules - {"py"})  # py.typed
+
+
 def test_every_public_module_has_its_page_in_the_reference():
-    modules = [path.stem for path in (ROOT / "kdpkit").iterdir() if path.stem[0] not in "_."]
-    public = {module for module in modules if module != "py"}  # py.typed
+    public = set(public_modules())
     pages = {
         page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference").iterdir()
     }
@@ -258,14 +263,39 @@ def test_every_page_is_in_the_menu_of_the_site():
 
 
 def public_names(module):
-    """Return the names that a module offers, constants not, from its source."""
+    """Return the names in the `__all__` of a module, from its source."""
     folder = ROOT / "kdpkit" / module
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-    text = file.read_text(encoding="utf-8")
-    if listed := re.search(r"^__all__ = \[(.*?)\]", text, re.M | re.S):
-        return [name for name in re.findall(r"\w+", listed[1]) if not name.isupper()]
-    defined = re.findall(r"^(?:def|class) ([^\W_]\w*)", text, re.M)
-    return defined + re.findall(r"import (\w+) as \1$", text, re.M)
+    listed = re.search(r"^__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.M | re.S)
+    assert listed, f"{file} has no `__all__`"
+    return re.findall(r"\w+", listed[1])
+
+
+def unused_names(names, text):
+    """Return the names, as `module.name`, that a text does not use."""
+    unused = []
+    for name in names:
+        module, _, attribute = name.partition(".")
+        imported = rf"from kdpkit\.{module} import [^\n]*\b{attribute}\b"
+        if not re.search(rf"\b{re.escape(name)}\b|{imported}", text):
+            unused.append(name)
+    return unused
+
+
+def test_there_are_few_public_names_and_a_page_or_a_recipe_uses_each():
+    names = [f"{module}.{name}" for module in public_modules() for name in public_names(module)]
+    assert len(names) <= MOST_NAMES
+    folders = (ROOT / "docs" / "how_to", ROOT / "docs" / "moving_here", ROOT / "recipes")
+    files = [file for folder in folders for file in folder.rglob("*")]
+    readable = [README, *(file for file in files if file.suffix in (".md", ".py", ".ipynb"))]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in readable)
+    assert unused_names(names, text) == ["cli.main"]  # which is the command `kdpkit`
+
+
+def test_an_unused_name_would_be_seen():
+    text = "from kdpkit.cluster import ClusterConfig\n# launch\n`scaling.ScalePlan(...)`"
+    names = ["cluster.ClusterConfig", "cluster.source", "launch.launch", "scaling.ScalePlan"]
+    assert unused_names(names, text) == ["cluster.source", "launch.launch"]
 
 
 def test_a_page_of_the_reference_that_lists_names_lists_all():

@@ -21,7 +21,7 @@ def test_the_examples_of_the_module_run(name):
     backend = keras.backend.backend()
     if BACKENDS.get(package, backend) != backend:
         pytest.skip(f"{package} has examples for {BACKENDS[package]}")
-    for needed in ("datasets", "grain", "PIL") if name == "kdpkit.batches._sources" else ():
+    for needed in ("datasets", "grain") if name == "kdpkit.batches._sources" else ():
         pytest.importorskip(needed)
     if name == "kdpkit.diagnostics._plan.memory_plan" and backend == "jax":
         pytest.importorskip("jax", "0.10")  # which it needs on a CPU

@@ -49,7 +49,7 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
         ([], "the following arguments are required: TARGET"),
         (["train.py", "--epochs", "3"], "--epochs 3; those of a program come after `--`"),
         (["os:getcwd", "--measure"], "`model` must be a Keras model"),
-        (["os:getcwd"], "There is no `tf.data` pipeline to check."),
+        (["os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
         (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
     ],
 )

@@ -66,7 +66,7 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, index):
         return x[:3], x[:3, :1]
 
-strategy = sharding.data_mesh(2)
+strategy = sharding.DataParallel(2)
 loop = training.TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
 print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(Batches()).shape)
 

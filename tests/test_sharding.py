@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from kdpkit import scaling, sharding
+from kdpkit.sharding._batches import by_examples, place_batch
+from kdpkit.sharding._meshes import as_mesh, data_mesh
 
 pytestmark = pytest.mark.jax
 
@@ -17,10 +19,10 @@ pytestmark = pytest.mark.jax
 
 
 def test_a_mesh_takes_all_devices_a_number_or_a_choice_of_them():
-    assert sharding.data_mesh().size == 8
-    assert [*sharding.data_mesh(3).devices.flat] == jax.devices()[:3]
+    assert data_mesh().size == 8
+    assert [*data_mesh(3).devices.flat] == jax.devices()[:3]
     chosen = [jax.devices()[5], jax.devices()[2]]
-    assert [*sharding.data_mesh(chosen).devices.flat] == chosen
+    assert [*data_mesh(chosen).devices.flat] == chosen
 
 
 @pytest.mark.parametrize(
@@ -33,21 +35,21 @@ def test_a_mesh_takes_all_devices_a_number_or_a_choice_of_them():
 )
 def test_impossible_meshes_raise(devices, sentence):
     with pytest.raises(ValueError, match=sentence):
-        sharding.data_mesh(devices)
+        data_mesh(devices)
 
 
 def test_a_strategy_is_a_mesh_or_a_distribution_or_what_keras_has_set():
-    mesh = sharding.data_mesh(2)
-    assert sharding.as_mesh(mesh) is mesh
+    mesh = data_mesh(2)
+    assert as_mesh(mesh) is mesh
     distribution = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1", "cpu:2"])
-    assert sharding.as_mesh(distribution).size == 3
+    assert as_mesh(distribution).size == 3
     with distribution.scope():
-        assert sharding.as_mesh(None).size == 3
-    assert sharding.as_mesh(None).size == 1
+        assert as_mesh(None).size == 3
+    assert as_mesh(None).size == 1
     two_axes = Mesh(np.array(jax.devices()).reshape(2, 4), ("batch", "model"))
-    assert sharding.as_mesh(two_axes) is two_axes
-    with pytest.raises(ValueError, match=r"a strategy is a `jax.sharding.Mesh`.*'mirrored'"):
-        sharding.as_mesh("mirrored")
+    assert as_mesh(two_axes) is two_axes
+    with pytest.raises(ValueError, match=r"a strategy is .* or a `jax.sharding.Mesh`.*'mirrored'"):
+        as_mesh("mirrored")
 
 
 # Batches.
@@ -56,12 +58,12 @@ def test_a_strategy_is_a_mesh_or_a_distribution_or_what_keras_has_set():
 @settings(max_examples=30)
 @given(examples=st.integers(1, 24), devices=st.integers(1, 8))
 def test_a_batch_of_any_size_is_placed_and_split_as_tf_distribute_splits_it(examples, devices):
-    mesh = sharding.data_mesh(devices)
+    mesh = data_mesh(devices)
     x = np.arange(examples * 3, dtype="float32").reshape(examples, 3)
-    placed = sharding.place_batch(x, mesh)
+    placed = place_batch(x, mesh)
     np.testing.assert_array_equal(placed, x)
     if examples % devices == 0:
-        placed = jax.device_put(x, sharding.by_examples(mesh))
+        placed = jax.device_put(x, by_examples(mesh))
         shards = sorted(placed.addressable_shards, key=lambda shard: shard.device.id)
         assert tuple(len(s.data) for s in shards) == scaling.split_batch(examples, devices)
         np.testing.assert_array_equal(np.concatenate([s.data for s in shards]), x)

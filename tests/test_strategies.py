@@ -114,5 +114,7 @@ def test_a_strategy_inside_anothers_scope_raises():
 )
 def test_bad_splits_get_one_sentence(arguments, sentence):
     tf.constant(0)  # starts the runtime
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=sentence) as raised:
         strategies.split_device(**arguments)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None

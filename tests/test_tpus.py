@@ -44,10 +44,10 @@ def unnamed(monkeypatch):
 
 CONNECT = """
 import sys, tensorflow as tf
-from kdpkit import strategies
+from kdpkit.strategies._tpu import connect_tpu
 server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
 for name in (server.target, *sys.argv[1:], None):
-    try: strategies.connect_tpu(name)
+    try: connect_tpu(name)
     except ValueError as error: print(error)
 """
 
@@ -94,7 +94,7 @@ def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
 def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
     code = (
         "from kdpkit import sharding\n"
-        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.data_mesh):\n"
+        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.DataParallel):\n"
         "    try: ask()\n"
         "    except ValueError as error: print(error)\n"
     )

@@ -1,4 +1,4 @@
-"""What several parts of kdpkit share and users never import; here, lazy names and `Tensor`."""
+"""What several parts of kdpkit share and users never import: here, lazy names and `Tensor`."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callab
     """Return a package's `__getattr__` and `__dir__`, which import a name on first use (PEP 562).
 
     Args:
-        package: Its `__name__`.
-        homes: The module inside of it that each public name comes from, or is.
+        package: The package's `__name__`.
+        homes: For each public name, the module of the package that has it, or that it is.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807 the package's own

@@ -13,11 +13,11 @@ from kdpkit._internal import checks, storage
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path to write to, beside `path`, that replaces it when the block ends well.
+    """Yield a temporary file, which replaces the one at `path` unless the block raises.
 
     Readers and other writers of `path` see the old file or the new one, never a part. The
-    temporary file keeps the suffix, and is gone if the block raises. Missing directories are made.
-    For a remote `path` it is a file of this machine, which is then put there.
+    temporary file has the same suffix. Missing directories are created. For a remote `path` it is a
+    file of this machine, which is then uploaded.
 
     >>> directory = tempfile.mkdtemp()
     >>> with replacing(f"{directory}/new/notes.txt") as file:
@@ -27,11 +27,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = storage.path(path)
     if isinstance(target, storage.RemotePath):
-        with _passing(target) as temporary:
+        with _temporary(target.name) as temporary:
             yield temporary
             target.upload(temporary)
         return
-    final = Path(os.path.realpath(target))  # a link stays, its target is replaced
+    final = Path(os.path.realpath(target))  # of a link, the target is replaced
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.stem}-{uuid.uuid4().hex}{final.suffix}")
     try:
@@ -42,29 +42,29 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _passing(path: storage.AnyPath) -> Iterator[Path]:
-    """Yield a file of the same name that is gone after the block."""
+def _temporary(name: str) -> Iterator[Path]:
+    """Yield a path of that name, which is deleted after the block."""
     with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory) / path.name
+        yield Path(directory) / name
 
 
 @contextlib.contextmanager
 def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a file of this machine: the one at `path`, or a copy for the block if it is remote."""
+    """Yield a file of this machine: the one at `path`, or a temporary copy if it is remote."""
     source = storage.path(path)
     if isinstance(source, Path):
         yield source
         return
-    with _passing(source) as copy:
-        source.ask("get_file", str(copy))
+    with _temporary(source.name) as copy:
+        source.call("get_file", str(copy))
         yield copy
 
 
 def make_writable(directory: storage.AnyPath) -> None:
-    """Make a directory if need be, and write a file there that is gone again: before a long run.
+    """Create a directory if it is missing, and check before a long run that files can be written.
 
     Raises:
-        FileInputError: It cannot be made or written.
+        FileInputError: It cannot be created or written.
     """
     trial = directory / ".kdpkit-trial"
     try:

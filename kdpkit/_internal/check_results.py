@@ -10,13 +10,13 @@ WIDTH = 80
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a check found, and what to do about it.
+    """One problem that a check found, and how to fix it.
 
     Attributes:
-        rule: The short name of what was looked for, such as `"dynamic-shape"`.
-        level: `"error"`: it raises there; `"wrong"`: it trains, but not what was meant; `"slow"`:
-            it works, but wastes time; `"note"`: good to know.
-        where: The input, layer or callback that it is about.
+        rule: The short name of the check, such as `"dynamic-shape"`.
+        level: `"error"`: it raises; `"wrong"`: it trains, but not what was meant; `"slow"`: it
+            works, but wastes time; `"note"`: good to know.
+        where: The input, layer or callback that has the problem.
         problem: What is wrong, in one or two sentences.
         remedy: How to fix it.
 
@@ -62,7 +62,7 @@ def _rank(finding: Finding) -> tuple[int, str, str, str]:
 
 
 def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:
-    """Break a text into lines of at most 80 columns; `first` stands before it, then an indent."""
+    """Break a text into lines of at most 80 columns; the first one begins with `first`."""
     space = " " * indent
     return textwrap.fill(
         text,

@@ -1,7 +1,7 @@
-"""Checks of arguments, and the sentences of errors: what is raised, and what another error reports.
+"""Checks of arguments, and the sentences of errors.
 
 A message names the argument, shows the value received and suggests a fix. Every check returns the
-value it accepted, in the plain Python type that the caller goes on with.
+value that it accepted, as a plain Python type.
 """
 
 import contextlib
@@ -24,12 +24,13 @@ _LONGEST = 400  # characters of a value that a message shows
 _MOST_LISTED = 8  # names
 _LONGEST_REASON = 300  # characters
 
-# TensorFlow's names of nodes and operations; Keras' bold letters, and the arguments that it lists.
-_ADDED = re.compile(
+# What `first_line` removes: TensorFlow's names of nodes and operations, Keras' bold letters, and
+# the arguments that it lists.
+_DETAILS = re.compile(
     r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d*m|\(\d+\) [A-Z_]+:\s+|\nArguments received by [\s\S]*"
 )
-# Lines that say where something was called, before the one that says what went wrong.
-_WHERE = re.compile(
+# Lines with the place of an error, before the one that says what is wrong.
+_PLACE = re.compile(
     r"Graph execution error|Detected at|<stack|in user code:|\s*File \"| ?\t| {8}"
     r"|Exception encountered when calling|\d+ root error"
 )
@@ -72,14 +73,11 @@ def _reject(problem: str, name: str, value: Any) -> NoReturn:
 def integer(name: str, value: object, *, minimum: int = 1) -> int:
     """Accept an integer of any integer type (not a bool) that is at least `minimum`."""
     with contextlib.suppress(TypeError):
-        if (
-            not isinstance(value, bool)
-            and (accepted := operator.index(cast(SupportsIndex, value))) >= minimum
-        ):
+        accepted = operator.index(cast(SupportsIndex, value))
+        if accepted >= minimum and not isinstance(value, bool):
             return accepted
-    kind = {0: "a non-negative integer", 1: "a positive integer"}.get(
-        minimum, f"an integer of at least {minimum}"
-    )
+    kinds = {0: "a non-negative integer", 1: "a positive integer"}
+    kind = kinds.get(minimum, f"an integer of at least {minimum}")
     _reject(f"`{name}` must be {kind}.", name, value)
 
 
@@ -114,20 +112,20 @@ def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
 
 
 def backend(part: str, *served: str) -> str:
-    """Return Keras' backend, which has to be one that serves a part of the kit."""
+    """Return Keras' backend, which must be one on which a part of the kit works."""
     import keras
 
-    present = keras.backend.backend()
-    if present not in served:
-        ways = " or ".join(f"KERAS_BACKEND={name}" for name in served)
-        fail(f"{part} does not work on Keras' backend {present!r}.", remedy=f"Run with {ways}.")
-    return present
+    current = keras.backend.backend()
+    if current not in served:
+        settings = " or ".join(f"KERAS_BACKEND={name}" for name in served)
+        fail(f"{part} does not work on Keras' backend {current!r}.", remedy=f"Run with {settings}.")
+    return current
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs kdpkit with an extra, from where this kdpkit came.
+    """Return the command that installs kdpkit with an extra, from where it was installed.
 
-    That is a checkout, or what `pip` has noted: a file, or the address of a repository.
+    That is a checkout, or what `pip` has recorded: a file, or the address of a repository.
 
     >>> install_command("jax")
     'pip install ...[jax]...'
@@ -136,10 +134,10 @@ def install_command(extra: str) -> str:
     if (checkout / "pyproject.toml").exists():
         return f'pip install -e "{checkout}[{extra}]"'
     try:
-        noted = importlib.metadata.distribution("kdpkit").read_text("direct_url.json")
+        record = importlib.metadata.distribution("kdpkit").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        noted = None
-    origin = json.loads(noted or "{}")
+        record = None
+    origin = json.loads(record or "{}")
     address = origin.get("url", "")
     if repository := origin.get("vcs_info"):
         address = f"{repository['vcs']}+{address}@{repository['commit_id']}"
@@ -155,7 +153,7 @@ def missing_framework(part: str, framework: str) -> errors.PackageInputError:
 
 
 def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
-    """Accept several strings, and not one."""
+    """Accept a list or tuple of strings, but not a string."""
     are_several = isinstance(values, Sequence) and not isinstance(values, str)
     if not are_several or not all(isinstance(value, str) for value in values):
         _reject(f"`{name}` must be a list of strings.", name, values)
@@ -183,7 +181,7 @@ def address(name: str, value: str | None) -> tuple[str, int]:
 
 
 def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]:
-    """Accept a global batch that the replicas divide evenly; else name the nearest that work."""
+    """Accept a global batch that the replicas divide evenly."""
     size = integer("global_batch_size", global_batch_size)
     count = integer("replicas", replicas)
     if size % count == 0:
@@ -201,9 +199,9 @@ def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]
     )
 
 
-def steps_per_epoch(wanted: int | None, available: int) -> int:
-    """Accept the batches of an epoch, None for all that the data have."""
-    steps = available if wanted is None else integer("steps_per_epoch", wanted)
+def steps_per_epoch(value: int | None, available: int) -> int:
+    """Accept the number of batches of an epoch; None is all that the data have."""
+    steps = available if value is None else integer("steps_per_epoch", value)
     if steps > available:
         fail(
             f"An epoch cannot have more batches than the data, which has {available}.",
@@ -220,8 +218,7 @@ def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "
 def first_line(error: object) -> str:
     r"""Return the first line that reports what went wrong, without its full stop.
 
-    Where TensorFlow and Keras begin with where it happened, that is left out, as are the names of
-    graph nodes.
+    The place, with which TensorFlow and Keras begin, and names of graph nodes are left out.
 
     >>> first_line(ValueError("\nNo data.\nAnd more."))
     'No data'
@@ -231,10 +228,10 @@ def first_line(error: object) -> str:
     'KeyError'
 
     Args:
-        error: An error, or its message, which must not be empty then.
+        error: An error, or its message, which must not be empty.
     """
-    lines = [line for line in _ADDED.sub("", str(error)).splitlines() if line.strip()]
-    reports = [line for line in lines if not _WHERE.match(line)]
+    lines = [line for line in _DETAILS.sub("", str(error)).splitlines() if line.strip()]
+    reports = [line for line in lines if not _PLACE.match(line)]
     text = (reports or lines or [type(error).__name__])[0]
     return text.strip().rstrip(".")
 

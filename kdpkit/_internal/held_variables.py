@@ -8,18 +8,18 @@ import tensorflow as tf
 
 
 def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Return the variables of TensorFlow that layers hold, and what they are called there."""
-    for name, part in parts_of_attributes(model._flatten_layers()):
+    """Return the variables of TensorFlow that layers hold, with their paths."""
+    for path, part in parts_of_attributes(model._flatten_layers()):
         if isinstance(part, tf.Variable):
-            yield name, part
+            yield path, part
 
 
 def parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Return what is in attributes, also in lists and dicts, and what it is called there."""
+    """Return what is in attributes, also in lists and dicts, with its path: `"dense.kernel"`."""
     for owner in owners:
         for name, value in vars(owner).items():
-            held = value.values() if isinstance(value, dict) else value
-            for part in held if isinstance(held, list | tuple | ValuesView) else [value]:
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts if isinstance(parts, list | tuple | ValuesView) else [value]:
                 yield f"{owner.name}.{name}", part
 
 
@@ -27,9 +27,7 @@ class HeldVariable:
     """A variable of TensorFlow, with the attributes of a Keras variable that states need."""
 
     def __init__(self, path: str, value: tf.Variable) -> None:
-        self.path = path
-        self.value = value
-        self.shape = value.shape
+        self.path, self.value, self.shape = path, value, value.shape
 
     def assign(self, value: Any) -> None:
         self.value.assign(value)

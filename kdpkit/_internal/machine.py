@@ -1,4 +1,4 @@
-"""The machine that this process runs on, without loading a framework: its cores and TPU chips.
+"""The cores and TPU chips of this machine, without loading a framework.
 
 Loading libtpu on a machine that has no TPU waits minutes for the cloud's metadata, or ends the
 process; so the chips are looked up first, as JAX does, among the devices on the PCI bus.
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_GOOGLE = "0x1ae0"  # whose network cards, on every virtual machine of theirs, are no TPUs
+_GOOGLE = "0x1ae0"  # also the vendor of the network cards of Google's virtual machines
 # From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
 _TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 NO_TPU = (
@@ -17,43 +17,38 @@ NO_TPU = (
 )
 
 
-# Cores.
-
-
 def reserve(devices: int) -> None:
-    """Have XLA start two threads for each CPU device, where the machine has fewer cores than that.
+    """Let XLA start two threads for each CPU device, where the machine has fewer cores than that.
 
-    Its CPU client runs the programs of all devices, and the launches of the next ones, on one pool
-    of as many threads as there are cores (at least one for each device). Once a device has 32
-    programs waiting, a launch keeps its thread until one of them ends. One thread held so, and the
-    others in an all-reduce, leave a device of the same all-reduce without a thread: XLA ends the
-    process after 40 seconds ("only 1 of 2 threads arrived"). A launch and a program at a time are
-    what a device can hold: with two threads each, all of them get on.
+    XLA runs the programs of all CPU devices, and launches the next ones, on one pool of as many
+    threads as there are cores. Once a device has 32 programs waiting, a launch blocks its thread.
+    If the other threads are in an all-reduce, one of its devices then lacks a thread, and XLA ends
+    the process after 40 seconds ("only 1 of 2 threads arrived"). With two threads each, a device
+    can launch one program and run another.
 
-    It must be called before JAX starts. `PJRT_NPROC` stays as it is where it is set.
+    Call it before JAX starts. `PJRT_NPROC` stays as it is where it is set.
     """
     if cores() < 2 * devices:
         os.environ.setdefault("PJRT_NPROC", str(2 * devices))
 
 
 def split_for_jax(devices: int) -> None:
-    """Have XLA split the CPU into devices, with enough threads, before JAX starts."""
+    """Let XLA split the CPU into devices, with enough threads, before JAX starts."""
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     reserve(devices)
 
 
 def cores() -> int:
-    """Count the cores that this process may use; a container's CPU quota is another matter."""
+    """Count the cores that this process may use, whatever a container's CPU quota is."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS and Windows
 
 
-# TPUs.
-
-
 def chips(pci_devices: Path = _PCI_DEVICES) -> int:
+    """Count the TPU chips of this machine."""
+
     def is_tpu(device: Path) -> bool:
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
         return vendor == _GOOGLE and kind in _TPU_CHIPS

@@ -5,10 +5,9 @@ from keras.optimizers import Optimizer
 
 
 def unscaled(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that a `LossScaleOptimizer` updates variables with; any other as it is.
+    """Return the optimizer inside a `LossScaleOptimizer`; any other as it is.
 
-    Keras puts that one around another in mixed_float16. An attribute `inner_optimizer` of a user's
-    own optimizer may mean something else.
+    Keras wraps optimizers like this in mixed_float16.
 
     >>> inner = keras.optimizers.SGD(0.1)
     >>> unscaled(keras.optimizers.LossScaleOptimizer(inner)) is inner
@@ -19,14 +18,10 @@ def unscaled(optimizer: Optimizer) -> Optimizer:
 
 
 def wrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose settings count: the one in the attribute `inner_optimizer`, if any.
+    """Return the optimizer whose settings count: the attribute `inner_optimizer`, if there is one.
 
-    The rate and the clipping that a `LossScaleOptimizer` has of its own are dummies, and a user who
-    puts an optimizer around another names it as Keras does.
-
-    >>> inner = keras.optimizers.SGD(0.1)
-    >>> wrapped(keras.optimizers.LossScaleOptimizer(inner)) is wrapped(inner) is inner
-    True
+    The learning rate and the clipping of a `LossScaleOptimizer` itself are unused, and a user who
+    wraps an optimizer names the attribute as Keras does.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer

@@ -1,7 +1,7 @@
-"""This process among those that train together: its index, what all have in common, lost ones.
+"""The processes that train together: their count, what they exchange, and lost ones.
 
-JAX hangs where processes disagree about what comes next, so that is checked. That a process is gone
-becomes one sentence. How they join is in `kdpkit/cluster`.
+JAX hangs where processes disagree about what comes next, so that is checked. How they join is in
+`kdpkit/cluster`.
 """
 
 import atexit
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-# What JAX and its transport report when another process is gone.
+# JAX and its transport report these when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
-_DIFFERS = "is not the same on each process"  # JAX, of what it places on all devices
+_DIFFERS = "is not the same on each process"  # JAX reports it of a value for all devices.
 GO_ON = "Start all processes again; they resume from the last state that was saved."
 
 
@@ -50,8 +50,7 @@ def _position() -> tuple[int, int]:
         return 0, 1
     from tensorflow.python.eager import context
 
-    # The runtime knows of a cluster once a strategy has joined it. There is no public way to ask;
-    # Keras' own callbacks do not.
+    # A strategy that joins a cluster sets this; there is no public way to read it.
     server = getattr(context.context(), "_collective_ops_server_def", None)
     if server is None:
         return 0, 1
@@ -83,17 +82,17 @@ def require_equal(
 
     Args:
         what: What the numbers are, as the sentence's subject.
-        numbers: Equally many in every process.
+        numbers: As many in every process.
         remedy: The fix.
         strategy: On TensorFlow, the one that spans the processes.
     """
     if count() == 1:
         return
-    of_all = gathered(numbers, strategy)
-    if (of_all != of_all[0]).any():
+    by_process = gathered(numbers, strategy)
+    if (by_process != by_process[0]).any():
         checks.fail(
             f"{what} must be the same in all processes.",
-            by_process=[tuple(map(int, numbers)) for numbers in of_all],
+            by_process=[tuple(map(int, row)) for row in by_process],
             remedy=remedy,
         )
 
@@ -102,8 +101,8 @@ def require_different(what: str, fingerprint: int, *, remedy: str) -> None:
     """Raise, in every process, for a fingerprint that two of them have in common."""
     if count() == 1:
         return
-    of_all = [int(number) for number in gathered([fingerprint]).ravel()]
-    same = [i for i, number in enumerate(of_all) if of_all.count(number) > 1]
+    by_process = gathered([fingerprint]).ravel().tolist()
+    same = [i for i, number in enumerate(by_process) if by_process.count(number) > 1]
     if same:
         checks.fail(f"{what} must differ between processes.", the_same_in=same, remedy=remedy)
 
@@ -111,64 +110,62 @@ def require_different(what: str, fingerprint: int, *, remedy: str) -> None:
 def gathered(
     numbers: Sequence[int] | np.ndarray, strategy: "tf.distribute.Strategy | None" = None
 ) -> np.ndarray:
-    """Numbers of all processes, one process after the other; on TensorFlow by their strategy."""
+    """Return the numbers of all processes, a row for each; on TensorFlow by their strategy."""
     if keras.backend.backend() == "jax" or strategy is None:
         from jax.experimental import multihost_utils
 
-        # As halves, because JAX has no 64-bit integers unless it is configured to.
+        # JAX has no 64-bit integers by default, so each is sent as two of 32 bits.
         halves = np.asarray(numbers, np.int64).view(np.int32)
         return np.asarray(multihost_utils.process_allgather(halves)).view(np.int64)
     import tensorflow as tf
 
-    of_all = np.zeros((count(), len(numbers)), np.int64)
-    of_all[index()] = numbers
+    by_process = np.zeros((count(), len(numbers)), np.int64)
+    by_process[index()] = numbers
     with tf.device("CPU:0"):
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(of_all), axis=None).numpy()
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(by_process), axis=None)
+    return total.numpy()
 
 
-_questions = itertools.count(1)  # JAX counts them from a process's start to its end
+_preemption_checks = itertools.count(1)  # of the whole process, which JAX numbers
 
 
 def reached_preemption() -> bool:
-    """Return whether all processes of JAX are to stop now, since one got a SIGTERM.
+    """Return whether all processes of JAX must stop now, because one got a SIGTERM.
 
-    Every process must ask at the same points of the program.
+    Every process must call this at the same points of the program.
     """
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.reached_preemption_sync_point(next(_questions)))
+    return bool(multihost_utils.reached_preemption_sync_point(next(_preemption_checks)))
 
 
 # Leaving.
 
 
 def explain_lost_process_at_exit() -> None:
-    """Let a program that a lost process ended anywhere, not in training alone, report that."""
+    """Let the program's last traceback report a lost process, also outside of training."""
     hook = sys.excepthook
 
-    def name(_: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def explain(_: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             with explain_lost_process():
                 raise error
-        except BaseException as named:
-            hook(type(named), named, trace)
+        except BaseException as explained:
+            hook(type(explained), explained, trace)
 
-    sys.excepthook = name
+    sys.excepthook = explain
 
 
-_exit_codes: list[int] = []  # of a process that failed; the first reason counts
+_exit_codes: list[int] = []  # the first one counts
 
 
 def leave_without_waiting(code: int) -> None:
-    """Let this process end with an exit code and not wait for the others, which wait for it.
-
-    The first reason counts, and it counts only where there are others.
-    """
+    """Set the exit code with which `leave` ends this process; the first one counts."""
     _exit_codes.append(code)
 
 
 def leave() -> None:
-    """End at once, if there is an exit code to end with."""
+    """End at once if there is an exit code, and do not wait for the other processes."""
     if _exit_codes:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -177,17 +174,15 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Report in one sentence that another process is gone, in place of a transport's error.
-
-    So it reports values of JAX that differ between the processes.
+    """Raise one sentence in place of a transport's error.
 
     Raises:
-        errors.ProcessLostError: One is gone.
-        errors.InputError: A value differs.
+        errors.ProcessLostError: Another process is gone.
+        errors.InputError: A value of JAX differs between the processes.
     """
     try:
         yield
-    except Exception as error:  # of a framework that is imported in some environments alone
+    except Exception as error:  # The frameworks' kinds cannot be imported everywhere.
         if _DIFFERS in str(error):  # Keras may have raised another error from JAX's
             raise errors.InputError(
                 "A variable has not the same value in all processes: each drew other random "
@@ -197,7 +192,7 @@ def explain_lost_process() -> Iterator[None]:
         if isinstance(error, errors.ProcessLostError) or not (sign := _sign_of_loss(error)):
             raise
         leave_without_waiting(errors.LEFT_ALONE)
-        if keras.backend.backend() == "tensorflow":  # on JAX `join_processes` sees to it
+        if keras.backend.backend() == "tensorflow":  # On JAX `join_processes` registers it.
             atexit.register(leave)
         raise errors.ProcessLostError(
             f"Another process of this training is gone ({sign}); its output has the reason. {GO_ON}"
@@ -205,7 +200,7 @@ def explain_lost_process() -> Iterator[None]:
 
 
 def _sign_of_loss(error: Exception) -> str:
-    """What an error reports of another process that is gone; empty if it is of another kind."""
+    """Return what an error reports of a lost process; empty if it reports something else."""
     message = str(error)
     if type(error).__module__.startswith("tensorflow."):
         aborted = "Collective ops is aborted by: "
@@ -215,7 +210,7 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return checks.first_line(message.partition(aborted)[2] or error)
-    of_jax = message.startswith("UNKNOWN: Gloo ")  # without a status, JAX raises a ValueError
+    of_jax = message.startswith("UNKNOWN: Gloo ")  # a ValueError, as it has no known status
     if isinstance(error, RuntimeError) and keras.backend.backend() == "jax":
         import jax
 

@@ -1,7 +1,7 @@
 """Variables that are sharded over the devices that share a batch (ZeRO, FSDP).
 
-Along which axis follows from the shape only: layouts by name go wrong in silence when a model
-names its layers otherwise (keras-team/keras-hub#2806).
+The axis follows from the shape only: layouts by name silently shard nothing when a model names its
+layers otherwise (keras-team/keras-hub#2806).
 """
 
 import functools
@@ -21,16 +21,16 @@ from kdpkit._internal import versions
 
 Distribution: TypeAlias = keras.distribution.DataParallel | keras.distribution.ModelParallel
 KINDS = ("none", "optimizer", "weights")
-SMALL = 4096  # elements; a variable of fewer is replicated, which spares a collective
+SMALL = 4096  # elements; a variable of fewer is replicated, which saves a collective
 
-# What a program does with a weight before it computes with it, cheaper to do again than to keep.
+# A program prepares a weight by these operations. Repeating them is cheaper than keeping results.
 _PREPARES = ("sharding_constraint", "convert_element_type", "transpose", "reshape")
 
 
 class Shards(NamedTuple):
-    """What is sharded over the devices that share a batch: one of `KINDS`.
+    """Shards variables over the devices that share a batch, by one of `KINDS`.
 
-    What Keras, or `kdpkit.sharding.ModelParallel`, shards over other axes of the mesh stays so.
+    The layout over the other axes of the mesh, by Keras or `kdpkit.sharding.ModelParallel`, stays.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Shards(NamedTuple):
         return self.optimizer(self._without_batch(variable), variable.shape)
 
     def weight(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-        """Return where a weight is kept that has this layout on the other axes of the mesh."""
+        """Return the placement of a weight that has this layout on the other axes of the mesh."""
         return self._over_batch(spec, shape) if self.kind == "weights" else self._placed(spec)
 
     def optimizer(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
@@ -51,13 +51,13 @@ class Shards(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Return whether a variable may be on a device in part."""
+        """Return whether a device may hold only a part of a variable."""
         return self.kind != "none" or len(self.mesh.axis_names) > 1
 
     def gathered(self, weight: jax.Array, variable: keras.Variable) -> jax.Array:
-        """Gather a sharded weight for use, in a program; otherwise XLA may gather activations.
+        """Gather a sharded weight in a program; without this XLA may gather activations instead.
 
-        The transposed constraints, in the other order, shard its gradient.
+        In the backward pass the constraints come in the other order, and shard its gradient.
         """
         sharded, used = self.of_weight(variable), self._placed(self._without_batch(variable))
         if sharded == used:
@@ -66,9 +66,9 @@ class Shards(NamedTuple):
         return constrain(constrain(weight, sharded), used)
 
     def gathering_again(self, function: Callable) -> Callable:
-        """Let the gradient of a function of weights gather them again, not keep them complete.
+        """Let the gradient of a function gather the weights again, not keep them complete.
 
-        Everything else is kept as without; layers' outputs are not computed twice.
+        Layers' outputs are kept as usual, and not computed twice.
         """
         if self.kind != "weights" or batch_shards(self.mesh) == 1:
             return function
@@ -81,7 +81,7 @@ class Shards(NamedTuple):
         return jax.checkpoint(function, policy=is_kept)
 
     def _without_batch(self, variable: keras.Variable) -> PartitionSpec:
-        """Return how a variable is sharded over the axes of the mesh that share no batch."""
+        """Return a variable's layout over the axes of the mesh that share no batch."""
         placement = getattr(variable._layout, "backend_layout", variable._layout)
         if not isinstance(placement, NamedSharding) or placement.mesh != self.mesh:
             return PartitionSpec()
@@ -94,18 +94,16 @@ class Shards(NamedTuple):
         parts = math.prod(self.mesh.shape[name] for axis in axes for name in _names(axis))
         if count == 1 or math.prod(shape) // parts < SMALL:
             return self._placed(spec)
-        divided = [at for at, size in enumerate(shape) if axes[at] is None and size % count == 0]
-        if not divided:
-            warnings.warn(  # of this line, and so shown once
+        divisible = [i for i, size in enumerate(shape) if axes[i] is None and size % count == 0]
+        if not divisible:
+            warnings.warn(  # with this line as its place, so that Python shows it once
                 f"A large variable stays complete on all {count} devices, as they divide none of "
                 "its axes.",
                 stacklevel=1,
             )
             return self._placed(spec)
-        axes[max(divided, key=lambda at: shape[at])] = batch_axis(self.mesh)
-        while axes[-1] is None:
-            axes.pop()
-        return self._placed(PartitionSpec(*axes))
+        axes[max(divisible, key=lambda i: shape[i])] = batch_axis(self.mesh)
+        return self._placed(_partition_spec(axes))
 
     def _placed(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -123,8 +121,12 @@ def batch_shards(mesh: Mesh) -> int:
 
 def without_batch(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Return a layout without the axis over which batches are sharded."""
-    kept = [tuple(name for name in _names(axis) if name != batch_axis(mesh)) for axis in spec]
-    axes = [None if not names else names[0] if len(names) == 1 else names for names in kept]
+    others = [tuple(name for name in _names(axis) if name != batch_axis(mesh)) for axis in spec]
+    return _partition_spec([names if len(names) > 1 else (*names, None)[0] for names in others])
+
+
+def _partition_spec(axes: list[Any]) -> PartitionSpec:
+    """Return the shortest of the equal layouts; `None` at the end says nothing."""
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
@@ -135,33 +137,33 @@ def _names(axis: Any) -> tuple[str, ...]:
 
 
 def let_keras_shard() -> None:
-    """Let Keras' optimizers make sharded variables, and its models use sharded weights.
+    """Let Keras' optimizers create sharded variables, and its models use sharded weights.
 
-    Keras has no other place for it: an optimizer's variable takes the layout of its weight, and XLA
-    chooses what it gathers and keeps. The methods stay as they are under any other distribution.
+    Keras has no setting for it: an optimizer's variable takes the layout of its weight, and XLA
+    chooses what it gathers and keeps. Under other distributions the methods do what they did.
     """
     _wrap(keras.optimizers.Optimizer, "add_variable", "layout", _adding_sharded)
     _wrap(keras.Layer, "stateless_call", "non_trainable_variables", _gathering_weights)
     _wrap(keras.Model, "compute_loss_and_updates", "optimizer_variables", _gathering_again)
 
 
-def _wrap(of: type, name: str, argument: str, wrapper: Callable) -> None:
-    original = getattr(of, name)
-    if hasattr(original, "kdpkit_wrapper"):
+def _wrap(cls: type, name: str, argument: str, wrapper: Callable) -> None:
+    method = getattr(cls, name)
+    if hasattr(method, "kdpkit_wrapper"):
         return
-    if argument not in inspect.signature(original).parameters:
-        versions.reject_unknown(f"{of.__name__}.{name}")
-    wrapped = functools.wraps(original)(wrapper(original))
+    if argument not in inspect.signature(method).parameters:
+        versions.reject_unknown(f"{cls.__name__}.{name}")
+    wrapped = functools.wraps(method)(wrapper(method))
     wrapped.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    setattr(of, name, wrapped)
+    setattr(cls, name, wrapped)
 
 
 def _adding_sharded(add_variable: Callable) -> Callable:
     def add(optimizer: keras.optimizers.Optimizer, shape: Any, *args: Any, **settings: Any) -> Any:
         distribution = keras.distribution.distribution()
-        if shards := _of(distribution):
-            given = settings.get("layout")  # of the weight
-            spec = PartitionSpec() if given is None else PartitionSpec(*given.axes)
+        if shards := _shards_of(distribution):
+            weight_layout = settings.get("layout")
+            spec = PartitionSpec(*([] if weight_layout is None else weight_layout.axes))
             placement = shards.optimizer(without_batch(spec, shards.mesh), shape)
             settings["layout"] = layout(distribution, placement, len(shape))
         return add_variable(optimizer, shape, *args, **settings)
@@ -177,33 +179,27 @@ def _gathering_weights(stateless_call: Callable) -> Callable:
         *args: Any,
         **settings: Any,
     ) -> Any:
-        if shards := _of(keras.distribution.distribution()):
-            trainable_variables = [
-                *map(shards.gathered, trainable_variables, layer.trainable_variables)
-            ]
-            non_trainable_variables = [
-                *map(shards.gathered, non_trainable_variables, layer.non_trainable_variables)
-            ]
-        return stateless_call(
-            layer, trainable_variables, non_trainable_variables, *args, **settings
-        )
+        weights, others = trainable_variables, non_trainable_variables
+        if shards := _shards_of(keras.distribution.distribution()):
+            weights = [*map(shards.gathered, weights, layer.trainable_variables)]
+            others = [*map(shards.gathered, others, layer.non_trainable_variables)]
+        return stateless_call(layer, weights, others, *args, **settings)
 
     return call
 
 
 def _gathering_again(compute_loss_and_updates: Callable) -> Callable:
     def compute(model: keras.Model, trainable_variables: Any, *args: Any, **settings: Any) -> Any:
-        def loss_of(trainable_variables: Any) -> Any:
-            return compute_loss_and_updates(model, trainable_variables, *args, **settings)
+        def loss(weights: Any) -> Any:
+            return compute_loss_and_updates(model, weights, *args, **settings)
 
-        shards = _of(keras.distribution.distribution())
-        compute = shards.gathering_again(loss_of) if shards else loss_of
-        return compute(trainable_variables)
+        shards = _shards_of(keras.distribution.distribution())
+        return (shards.gathering_again(loss) if shards else loss)(trainable_variables)
 
     return compute
 
 
-def _of(distribution: object) -> Shards | None:
+def _shards_of(distribution: object) -> Shards | None:
     """Return the shards of `kdpkit.sharding.DataParallel`; None of another distribution."""
     shards = getattr(distribution, "shards", None)
     return shards if isinstance(shards, Shards) else None
@@ -212,7 +208,7 @@ def _of(distribution: object) -> Shards | None:
 def gather_to_host(value: jax.Array) -> np.ndarray:
     """Return the value of an array of which other processes may hold parts.
 
-    Then every process must ask for it, at the same point of the program.
+    Every process must call this at the same point of the program.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
         return np.asarray(value)
@@ -233,9 +229,9 @@ class Gathered:
 
 
 def of(strategy: Any, mesh: Mesh) -> Shards:
-    """Return what a strategy shards; nothing if it is a mesh or a distribution of Keras."""
+    """Return the shards of a strategy; none if it is a mesh or a distribution of Keras."""
     strategy = keras.distribution.distribution() if strategy is None else strategy
-    return _of(strategy) or Shards("none", mesh)
+    return _shards_of(strategy) or Shards("none", mesh)
 
 
 def layout(

@@ -1,8 +1,7 @@
-"""Paths of this machine and of object storage, under the same few methods.
+"""Paths of this machine and of object storage, with the same few methods.
 
-`path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`. That
-is read and written by fsspec and the package that it names for the scheme (gcsfs, s3fs, ...), which
-are loaded when such a path is first used.
+`path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`, which
+fsspec reads and writes, with the package that it names for the scheme (gcsfs, s3fs, ...).
 """
 
 import contextlib
@@ -24,45 +23,45 @@ _LOCAL = ("file", "local")  # schemes of fsspec for this machine, whose paths be
 class RemotePath(pathlib.PurePosixPath):
     """A path with a scheme, with the methods of `pathlib.Path` that kdpkit uses.
 
-    Directories need not be made: they come with the first file in them. What asks the storage
-    raises `RemoteFileError`, whose text is one sentence.
+    Directories exist once there is a file in them. Methods that use the storage raise
+    `RemoteFileError`, whose text is one sentence.
     """
 
     def __str__(self) -> str:
         scheme, _, rest = super().__str__().partition(":")
         return f"{scheme}://{rest if scheme in _LOCAL else rest.removeprefix('/')}"
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of fsspec's file system on this path."""
         with reporting(self):
             return getattr(_system(self), method)(str(self), *arguments)
 
     def exists(self) -> bool:
-        return bool(self.ask("exists"))
+        return bool(self.call("exists"))
 
     def is_dir(self) -> bool:
-        return bool(self.ask("isdir"))
+        return bool(self.call("isdir"))
 
     def is_file(self) -> bool:
-        return bool(self.ask("isfile"))
+        return bool(self.call("isfile"))
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Return what is in the directory and matches; nothing if there is no directory."""
-        names = (self / pattern).ask("glob")
+        names = (self / pattern).call("glob")
         return (self / posixpath.basename(name) for name in sorted(names))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):
-            self.ask("rm_file")
+            self.call("rm_file")
 
     def read_bytes(self) -> bytes:
-        return self.ask("cat_file")
+        return self.call("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
     def upload(self, file: pathlib.Path) -> None:
-        """Put a file of this machine here, which object storage does atomically."""
+        """Upload a file of this machine, which object storage does atomically."""
         with reporting(self):
             system = _system(self)
             if str(self).partition("://")[0] in _LOCAL:
@@ -101,13 +100,12 @@ def is_remote(value: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def reporting(url: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what goes wrong with a path in the block, if it is remote, as one sentence about it."""
+    """Raise errors about a remote path as one sentence."""
     try:
         yield
     except errors.InputError:
         raise
-    # gcsfs, s3fs, TensorFlow and what they stand on have no common kind of error.
-    except Exception as error:
+    except Exception as error:  # gcsfs, s3fs and TensorFlow have no common kind of error.
         if not is_remote(url):
             raise
         where, reason = os.fspath(url), _reason(error)
@@ -129,11 +127,11 @@ def _reason(error: Exception) -> str:
 
 
 def _system(path: RemotePath) -> Any:
-    """Return the file system that knows the scheme."""
+    """Return fsspec's file system for the scheme."""
     try:
         from fsspec.core import url_to_fs
 
-        # Other processes write there too, so that nothing may be remembered.
+        # Without a cache, because other processes write there too.
         return url_to_fs(str(path), use_listings_cache=False)[0]
     except (ImportError, ValueError) as error:  # no fsspec, not the package it needs, or a typo
         checks.fail(

@@ -33,10 +33,10 @@ def reject_unknown(name: str, **versions: str) -> NoReturn:
 
 
 def reject_sums_over_examples(model: keras.Model) -> None:
-    """Raise for activity regularizers in Keras before 3.14, which have no mean over the examples.
+    """Raise for activity regularizers in Keras before 3.14: they are sums over the examples.
 
-    They grow with the examples in a batch (keras-team/keras#22018), so that those of replicas and
-    micro-batches do not add up as all else in a loss does.
+    Those of replicas and micro-batches do not add up as the mean losses do
+    (keras-team/keras#22018).
     """
     for layer in model._flatten_layers() if KERAS < (3, 14) else ():
         if getattr(layer, "activity_regularizer", None) is not None:
@@ -47,24 +47,6 @@ def reject_sums_over_examples(model: keras.Model) -> None:
                 layer=layer.name,
                 keras=keras.__version__,
             )
-
-
-def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the variables that an optimizer was built for; none if it was not."""
-    if not optimizer.built:
-        return []
-    trained = getattr(optimizer, "_trainable_variables", None)
-    if trained is None:
-        reject_unknown("Optimizer._trainable_variables")
-    return list(trained)
-
-
-def being_built() -> list[Any]:
-    """Return what makes variables now: layers, or optimizers, each in the one before."""
-    scopes = global_state.get_global_attribute("name_scope_stack") or []
-    if not all(hasattr(scope, "caller") for scope in scopes):
-        reject_unknown("name_scope.caller")
-    return [scope.caller for scope in scopes]
 
 
 def check_processes_are_supported() -> None:
@@ -91,10 +73,38 @@ def check_memory_can_be_planned() -> None:
         )
 
 
+def let_gloo_listen_at(host: str) -> None:
+    """Let JAX's collectives on CPUs listen at a host, not at the address of this machine's name.
+
+    Call it before JAX starts its devices. JAX 0.10 has no public setting for it.
+    """
+    from jax._src.lib import _jax
+
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is not None:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the variables that an optimizer was built for; none if it was not."""
+    variables = getattr(optimizer, "_trainable_variables", None) if optimizer.built else []
+    if variables is None:
+        reject_unknown("Optimizer._trainable_variables")
+    return list(variables)
+
+
+def being_built() -> list[Any]:
+    """Return the layers and optimizers that create variables now, each inside the one before."""
+    scopes = global_state.get_global_attribute("name_scope_stack") or []
+    if not all(hasattr(scope, "caller") for scope in scopes):
+        reject_unknown("name_scope.caller")
+    return [scope.caller for scope in scopes]
+
+
 def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, weights: Any) -> None:
     """Build model, optimizer and metrics as `fit` does, and train nothing.
 
-    Keras before 3.15 on JAX fails in a `fit` of no epoch, whose state it looks for at the end.
+    On JAX, Keras before 3.15 fails in a `fit` of no epoch.
     """
     if keras.backend.backend() == "jax" and KERAS < (3, 15):
         model._symbolic_build(data_batch=(x, y, weights))
@@ -102,40 +112,27 @@ def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, we
     size = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     # Without shuffling, for which random numbers would be drawn.
     fit(x, y, sample_weight=weights, batch_size=size, epochs=0, shuffle=False, verbose=0)
-    if not model.built:  # on one device TensorFlow builds it in the first step
+    if not model.built:  # On one device TensorFlow builds it in the first step.
         model._symbolic_build(data_batch=(x, y, weights))
 
 
 def compile_settings(model: keras.Model) -> dict[str, Any]:
-    """Return what `compile` was passed and `TrainingLoop` takes, with the present optimizer."""
-    config = getattr(model, "_compile_config", None)
-    given = getattr(config, "config", None)
-    if given is None:
+    """Return those arguments of `compile` that `TrainingLoop` takes, with the present optimizer."""
+    settings = getattr(getattr(model, "_compile_config", None), "config", None)
+    if settings is None:
         reject_unknown("Model._compile_config")
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
-    return {name: given[name] for name in names} | {"optimizer": model.optimizer}
+    return {name: settings[name] for name in names} | {"optimizer": model.optimizer}
 
 
 def forget_metrics(model: keras.Model) -> None:
-    """Take a model's metrics away, which `compile` keeps where it is given none.
+    """Remove a model's metrics, which `compile(metrics=None)` keeps.
 
-    An empty list does not: before Keras 3.14 a model with several outputs needs one for each.
+    With an empty list Keras before 3.14 asks for one list for each output.
     """
     if not hasattr(model, "_compile_metrics"):
         reject_unknown("Model._compile_metrics")
     model._compile_metrics = None
-
-
-def let_gloo_listen_at(host: str) -> None:
-    """Let JAX's collectives on CPUs listen at a host, and not at the one of this machine's name.
-
-    Call it before JAX starts its devices. JAX 0.10 takes no such setting from users.
-    """
-    from jax._src.lib import _jax
-
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
-    if make is not None:
-        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
 
 
 def global_seeds() -> list[keras.Variable]:
@@ -148,7 +145,7 @@ def global_seeds() -> list[keras.Variable]:
 
 
 def make_global_seeds(strategy: Any = None) -> None:
-    """Make what `global_seeds` returns, if there is none, on all replicas of a strategy."""
-    several = strategy is not None and strategy.num_replicas_in_sync > 1
-    with strategy.scope() if several else contextlib.nullcontext():
+    """Create what `global_seeds` returns, if there is none, on all replicas of a strategy."""
+    has_replicas = strategy is not None and strategy.num_replicas_in_sync > 1
+    with strategy.scope() if has_replicas else contextlib.nullcontext():
         seed_generator.global_seed_generator()

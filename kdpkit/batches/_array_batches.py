@@ -77,7 +77,7 @@ class ArrayBatches(keras.utils.PyDataset):
         super().__init__()
         if not isinstance(data, Source):
             arrays = _as_batch(data)
-            data = Source(num_examples(arrays), functools.partial(_taken, arrays))
+            data = Source(num_examples(arrays), functools.partial(_select, arrays))
         self._source = data
         self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
         self.seed = seed if seed is None else checks.integer("seed", seed, minimum=0)
@@ -87,7 +87,7 @@ class ArrayBatches(keras.utils.PyDataset):
         self.process_count = checks.integer("process_count", process_count)
         self.process_index = checks.integer("process_index", process_index, minimum=0)
         self.epoch = 0
-        self._is_given = False  # including its last batch
+        self._was_completed = False  # whether the last batch of the epoch was returned
         self._num_examples = checks.integer("examples", self._source.examples)
         if self._source.has_order and seed is not None:
             checks.fail(
@@ -96,7 +96,7 @@ class ArrayBatches(keras.utils.PyDataset):
                 remedy="Leave `seed` out, and shuffle where they are made, as `shuffle` of Grain.",
             )
         self._check_processes()
-        self.steps_per_epoch = self._length(steps_per_epoch)
+        self.steps_per_epoch = self._epoch_length(steps_per_epoch)
         self._kinds = _kinds_of(_first_example(self._source))
 
     @property
@@ -111,20 +111,20 @@ class ArrayBatches(keras.utils.PyDataset):
         """Return this process's examples of a batch of the current epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"There is no batch {index} in an epoch of {len(self)}.")
-        self._is_given |= index == len(self) - 1
+        self._was_completed |= index == len(self) - 1
         first = index * self.global_batch_size
-        taken = np.asarray(self._order()[first : first + self.global_batch_size])
-        batch = self._padded(taken) if self.remainder == "pad" else self._read(taken)
+        indices = np.asarray(self._order()[first : first + self.global_batch_size])
+        batch = self._padded(indices) if self.remainder == "pad" else self._read(indices)
         if self.augment is not None:
             position = (self.seed or 0, self.epoch, index, self.process_index)
             batch = self.augment(batch, np.random.default_rng(position))
-        # Keras makes no `tf.TypeSpec` of a list, nor of an array of texts.
-        return keras.tree.map_structure(_as_tensor_of_texts, keras.tree.lists_to_tuples(batch))
+        # Keras cannot make a `tf.TypeSpec` of a list, nor of an array of texts.
+        return keras.tree.map_structure(_text_as_tensor, keras.tree.lists_to_tuples(batch))
 
     def on_epoch_end(self) -> None:
         """Advance to the next epoch and its order, if this epoch was returned completely."""
-        self.epoch += self._is_given
-        self._is_given = False
+        self.epoch += self._was_completed
+        self._was_completed = False
 
     def _order(self) -> range | np.ndarray:
         """Return the examples' indices in the order of the current epoch."""
@@ -134,9 +134,9 @@ class ArrayBatches(keras.utils.PyDataset):
             return range(first, first + count)
         return _permutation(count, self.seed, self.epoch)
 
-    def _read(self, taken: np.ndarray) -> Batch:
-        """Read those of the examples that are this process's."""
-        indices = self._of_process(taken)
+    def _read(self, batch_indices: np.ndarray) -> Batch:
+        """Read this process's part of a batch."""
+        indices = self._part_of_process(batch_indices)
         batch = _as_batch(self._source.read(indices))
         kinds, count = _kinds_of(batch), num_examples(batch)
         if count != len(indices):
@@ -154,18 +154,18 @@ class ArrayBatches(keras.utils.PyDataset):
             )
         return batch
 
-    def _padded(self, taken: np.ndarray) -> Batch:
-        size, count = self.global_batch_size, len(taken)
+    def _padded(self, indices: np.ndarray) -> Batch:
+        size, count = self.global_batch_size, len(indices)
         weight = size / count if self.mode == "train" else len(self) * size / self.examples
         weights = np.where(np.arange(size) < count, weight, 0.0)
-        padded = taken[np.minimum(np.arange(size), count - 1)]
-        return _weighted(self._read(padded), self._of_process(weights))
+        padded = indices[np.minimum(np.arange(size), count - 1)]
+        return _with_weights(self._read(padded), self._part_of_process(weights))
 
-    def _of_process(self, part: np.ndarray) -> np.ndarray:
-        count = len(part) // self.process_count
-        return part[self.process_index * count :][:count]
+    def _part_of_process(self, values: np.ndarray) -> np.ndarray:
+        count = len(values) // self.process_count
+        return values[self.process_index * count :][:count]
 
-    def _length(self, wanted: int | None) -> int:
+    def _epoch_length(self, steps_per_epoch: int | None) -> int:
         rounded = math.floor if self.remainder == "drop" else math.ceil
         available = rounded(self._num_examples / self.global_batch_size)
         if available == 0:
@@ -176,7 +176,7 @@ class ArrayBatches(keras.utils.PyDataset):
                 global_batch_size=self.global_batch_size,
                 remedy='Use smaller batches, or `remainder="pad"`.',
             )
-        return checks.steps_per_epoch(wanted, available)
+        return checks.steps_per_epoch(steps_per_epoch, available)
 
     def _check_processes(self) -> None:
         count = self.process_count
@@ -222,18 +222,19 @@ def num_examples(batch: Nest) -> int:
 
 def _first_example(source: Source) -> Batch:
     """Return an example, and check that it is the same when it is read again."""
-    once, again = (_as_batch(source.read(np.array([0]))) for _ in range(2))
-    _kinds_of(once)  # raises for what cannot be compared
-    for one, other in zip(*map(keras.tree.flatten, (once, again)), strict=True):
-        if not np.array_equal(one, other, equal_nan=one is not None and one.dtype.kind in "fc"):
+    first, again = (_as_batch(source.read(np.array([0]))) for _ in range(2))
+    _kinds_of(first)  # raises for what cannot be compared
+    for array, other in zip(*map(keras.tree.flatten, (first, again)), strict=True):
+        is_float = array is not None and array.dtype.kind in "fc"
+        if not np.array_equal(array, other, equal_nan=is_float):
             checks.fail(
                 "An example is another one each time that it is read, so no order of the data is "
                 "reproducible.",
-                first=one,
+                first=array,
                 again=other,
                 remedy="Draw random numbers in `augment`, or in Grain's `random_map(seed=...)`.",
             )
-    return once
+    return first
 
 
 def _kinds_of(batch: Batch) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def _kinds_of(batch: Batch) -> dict[str, Any]:
                 continue
             name, kind = ".".join([part, *map(str, path)]), leaf.dtype.kind
             is_text = kind in "SU" or (
-                kind == "O" and leaf.size and all(isinstance(of, str | bytes) for of in leaf.flat)
+                kind == "O" and leaf.size and all(isinstance(x, str | bytes) for x in leaf.flat)
             )
             if not (kind in "biufcV" or (is_text and keras.backend.backend() == "tensorflow")):
                 checks.fail(
@@ -295,20 +296,20 @@ def _array_of(values: list[Any]) -> np.ndarray:
             "The examples of an array must have one shape.",
             first=values[0],
             error=checks.first_line(error),
-            remedy="Pad or cut them before.",
+            remedy="Pad or cut them to one shape first.",
         )
 
 
-def _as_tensor_of_texts(part: Any) -> Any:
-    is_of_texts = isinstance(part, np.ndarray) and part.dtype.kind in "OSU"
-    return keras.ops.convert_to_tensor(part) if is_of_texts else part
+def _text_as_tensor(array: Any) -> Any:
+    is_text = isinstance(array, np.ndarray) and array.dtype.kind in "OSU"
+    return keras.ops.convert_to_tensor(array) if is_text else array
 
 
-def _taken(nest: Nest, indices: Sequence[int] | np.ndarray) -> Nest:
+def _select(nest: Nest, indices: np.ndarray) -> Nest:
     return keras.tree.map_structure(lambda part: part if part is None else part[indices], nest)
 
 
-def _weighted(batch: Batch, weights: Sequence[float] | np.ndarray) -> Batch:
+def _with_weights(batch: Batch, weights: np.ndarray) -> Batch:
     """Multiply the weight of each example, 1 where there is none, by `weights`."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     factor = np.asarray(weights, "float32")

@@ -1,25 +1,17 @@
-"""Sources of examples that are not in memory: `datasets`, Parquet, images and Grain."""
+"""Sources of examples that are not in memory: Hugging Face `datasets` and Grain."""
 
 import dataclasses
-import glob
-import importlib
 import itertools
-import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 
-from kdpkit import errors
 from kdpkit._internal import checks
 
 Batch: TypeAlias = Any  # a nest `x`, `(x, y)` or `(x, y, sample_weight)`
-
-_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +46,7 @@ def from_datasets(
     """Return the examples of a Hugging Face `datasets.Dataset`, for `ArrayBatches`.
 
     They become NumPy arrays as with `with_format("numpy")`, unless the dataset has a format or a
-    transform of its own.
+    transform of its own. Parquet files and images: docs/how_to/data_sources.md.
 
     Args:
         dataset: The dataset; of a `DatasetDict` a split, such as `data["train"]`.
@@ -80,12 +72,12 @@ def from_datasets(
             "cannot be read by index.",
         )
     columns = [*dict.fromkeys(keras.tree.flatten((x, y or (), sample_weight or ())))]
-    is_transformed = dataset.format["type"] == "custom"  # whose columns are others
+    is_transformed = dataset.format["type"] == "custom"  # which may make other columns
     available = [*dataset[:1]] if is_transformed else dataset.format["columns"]
     for column in columns or [x]:
         if column not in available:
             checks.fail("There is no such column.", column=column, columns=available)
-        if not is_transformed and (missing := _missing_in(dataset, column)):
+        if not is_transformed and (missing := _count_missing(dataset, column)):
             checks.fail("A column has missing values.", column=column, missing=missing)
     if not is_transformed:
         dataset = dataset.select_columns(columns)
@@ -94,10 +86,10 @@ def from_datasets(
 
     def read(indices: np.ndarray) -> Batch:
         values = dataset[indices.tolist()]
-        found = {name: _column(values[name]) for name in columns}
+        arrays = {name: _as_array(values[name]) for name in columns}
         parts = [
             part
-            and (found[part] if isinstance(part, str) else {name: found[name] for name in part})
+            and (arrays[part] if isinstance(part, str) else {name: arrays[name] for name in part})
             for part in (x, y, sample_weight)
         ]
         return tuple(parts) if sample_weight else keras.utils.pack_x_y_sample_weight(*parts)
@@ -105,124 +97,25 @@ def from_datasets(
     return Source(len(dataset), read)
 
 
-def _missing_in(dataset: Any, column: str) -> int:
-    """Count the missing values of a column, those in its lists too."""
-    if not sum(map(_missing, dataset.data.column(column).chunks)):
+def _count_missing(dataset: Any, column: str) -> int:
+    """Count the missing values of a column, including those in its lists."""
+    if not sum(map(_missing_in, dataset.data.column(column).chunks)):
         return 0
-    parts = dataset.select_columns([column]).with_format("arrow").iter(1000)  # without what is
-    return sum(_missing(chunk) for part in parts for chunk in part[column].chunks)  # filtered out
+    # The table also has the examples that were filtered out; these batches do not.
+    tables = dataset.select_columns([column]).with_format("arrow").iter(1000)
+    return sum(_missing_in(chunk) for table in tables for chunk in table[column].chunks)
 
 
-def _missing(array: Any) -> int:
-    """Count the missing values of an array of Arrow; one of fixed shape is a list with a name."""
+def _missing_in(array: Any) -> int:
+    """Count the missing values of an Arrow array; one of fixed shape is stored as lists."""
     array = getattr(array, "storage", array)
-    return array.null_count + (_missing(array.flatten()) if hasattr(array, "values") else 0)
+    return array.null_count + (_missing_in(array.flatten()) if hasattr(array, "values") else 0)
 
 
-def _column(values: Any) -> Any:
-    """Return an array of what a transform gives as a list of arrays."""
+def _as_array(values: Any) -> Any:
+    """Stack the arrays of the list that a transform returns for a column."""
     has_arrays = isinstance(values, list) and any(hasattr(value, "shape") for value in values)
-    return _stacked(values) if has_arrays else values
-
-
-def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
-    """Return the examples of a Parquet file, for `ArrayBatches`.
-
-    `datasets` copies it into its cache, from which the examples of each batch are read.
-
-    Args:
-        path: The file.
-        **columns: `x`, `y` and `sample_weight`, as in `from_datasets`.
-
-    Raises:
-        ValueError: The file is missing, cut off or damaged, or as in `from_datasets`.
-        ImportError: The package `datasets` is not installed.
-
-    >>> import datasets, tempfile
-    >>> from kdpkit import batches
-    >>> path = tempfile.mkdtemp() + "/train.parquet"
-    >>> _ = datasets.Dataset.from_dict({"tokens": [[7, 8], [5, 6]]}).to_parquet(path)
-    >>> source = batches.from_parquet(path, x="tokens")
-    >>> batches.ArrayBatches(source, global_batch_size=1)[1].tolist()
-    [[5, 6]]
-    """
-    datasets, name = _imported("datasets"), os.fspath(path)
-    name = name if "://" in name else glob.escape(name)  # or "a*b" is read with "a and b"
-    try:
-        dataset = datasets.Dataset.from_parquet(name, batch_size=1000)  # also of no row
-    except Exception as error:  # damaged bytes, and what `datasets` has no type for
-        _fail_for_file("Parquet file", path, error.__cause__ or error)
-    return from_datasets(dataset, **columns)
-
-
-def from_images(
-    directory: str | os.PathLike[str], *, size: tuple[int, int], color_mode: str = "rgb"
-) -> Source:
-    """Return the images of a directory and their labels, for `ArrayBatches`.
-
-    Images are decoded when their batch is read, to float32 from 0 to 255, of shape `(height, width,
-    channels)`. A label is the index of the subdirectory in the order of the names. What has a name
-    that begins with a dot is left out, as Keras does.
-
-    Args:
-        directory: A directory with a subdirectory for each class.
-        size: Height and width, to which images are resized.
-        color_mode: `"rgb"`, `"rgba"` or `"grayscale"`.
-
-    Raises:
-        ValueError: There are no images; or, when its batch is read, one is damaged, or has more
-            than 8 bits a value.
-        ImportError: Pillow is not installed.
-
-    >>> import pathlib, tempfile
-    >>> from kdpkit import batches
-    >>> directory = pathlib.Path(tempfile.mkdtemp())
-    >>> for name in ("cat", "dog"):
-    ...     (directory / name).mkdir()
-    ...     keras.utils.save_img(directory / name / "1.png", np.ones((6, 6, 3)))
-    >>> source = batches.from_images(directory, size=(4, 4))
-    >>> x, y = batches.ArrayBatches(source, global_batch_size=2)[0]
-    >>> x.shape, y.tolist()
-    ((2, 4, 4, 3), [0, 1])
-    """
-    _imported("PIL")
-    from PIL import Image
-
-    mode = _MODES[checks.one_of("color_mode", color_mode, _MODES)]
-    if np.shape(size) != (2,):
-        checks.fail("`size` must be `(height, width)`.", size=size)
-    height, width = (checks.integer("size", pixels) for pixels in size)
-    classes = sorted(path for path in pathlib.Path(directory).glob("[!.]*") if path.is_dir())
-    files = [
-        (path, label)
-        for label, of_class in enumerate(classes)
-        for path in sorted(of_class.rglob("*"))
-        if path.suffix.lower() in _IMAGES
-        and not any(part.startswith(".") for part in path.relative_to(of_class).parts)
-    ]
-    if not files:
-        checks.fail_for_file(
-            "There are no images in subdirectories of this directory",
-            directory,
-            remedy=f"Each class has a subdirectory; names end in {', '.join(_IMAGES)}.",
-        )
-
-    def decoded(path: pathlib.Path) -> np.ndarray:
-        try:
-            with Image.open(path) as opened:
-                depth = opened.mode[0]
-                image = opened.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
-        except Exception as error:  # damaged bytes raise many kinds
-            _fail_for_file("image", path, error)
-        if depth in "IF":  # converting cuts values off at 255
-            checks.fail_for_file("This image has more than 8 bits a value", path)
-        return keras.utils.img_to_array(image, dtype="float32")
-
-    def read(indices: np.ndarray) -> Batch:
-        paths, labels = zip(*(files[index] for index in indices), strict=True)
-        return np.stack([*map(decoded, paths)]), np.array(labels)
-
-    return Source(len(files), read)
+    return _stack(values) if has_arrays else values
 
 
 def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
@@ -265,36 +158,37 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
     read = dataset.__getitem__ if is_indexed else _Stream(dataset)
     return Source(
         checks.integer("examples", examples),
-        lambda indices: _stacked([read(int(index)) for index in indices]),
+        lambda indices: _stack([read(int(index)) for index in indices]),
         has_order=True,
     )
 
 
 class _Stream:
-    """Reads an iterable by index, forwards; what ends is iterated again."""
+    """Reads an iterable by increasing index; after its end it is iterated again."""
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
         self._iterator: Iterator[Any] = iter(())
-        self._read, self._last = 0, None  # of this iterator
-        self._end: int | None = None  # where one ends, once that is known
+        self._last: Any = None  # the example that was read most recently
+        self._count = 0  # examples that this iterator has returned
+        self._length: int | None = None  # of an iteration, known once one has ended
 
     def __call__(self, index: int) -> Any:
-        index = index % self._end if self._end else index
-        if index < self._read - 1 or not self._read:
-            self._iterator, self._read = iter(self._dataset), 0
-        for example in itertools.islice(self._iterator, index + 1 - self._read):
+        index = index % self._length if self._length else index
+        if index < self._count - 1 or not self._count:
+            self._iterator, self._count = iter(self._dataset), 0
+        for example in itertools.islice(self._iterator, index + 1 - self._count):
             self._last = example
-            self._read += 1
-        if self._read == index + 1:
+            self._count += 1
+        if self._count == index + 1:
             return self._last
-        if not self._read:
+        if not self._count:
             checks.fail("The dataset has no example.", dataset=type(self._dataset).__name__)
-        self._end = self._read
+        self._length = self._count
         return self(index)
 
 
-def _stacked(examples: Sequence[Any]) -> Batch:
+def _stack(examples: Sequence[Any]) -> Batch:
     if any(example is None for example in examples):
         checks.fail(
             "A Grain `MapDataset` that is filtered has no examples at known indices.",
@@ -303,7 +197,7 @@ def _stacked(examples: Sequence[Any]) -> Batch:
         )
     try:
         return keras.tree.map_structure(
-            lambda *parts: None if {*map(type, parts)} == {type(None)} else np.stack(parts),
+            lambda *parts: None if all(part is None for part in parts) else np.stack(parts),
             *examples,
         )
     except ValueError as error:
@@ -312,19 +206,3 @@ def _stacked(examples: Sequence[Any]) -> Batch:
             error=checks.first_line(error),
             remedy="Pad or cut them in Grain, and leave `.batch()` to `ArrayBatches`.",
         )
-
-
-def _fail_for_file(kind: str, path: str | os.PathLike[str], error: BaseException) -> NoReturn:
-    raise errors.FileInputError(
-        f"This {kind} cannot be read: {os.fspath(path)}. Received: {checks.first_line(error)}. If "
-        "it is missing, cut off or damaged, copy it again or remove it."
-    ) from error
-
-
-def _imported(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise errors.PackageInputError(
-            f"`{package}` is not installed. Run `{checks.install_command('data')}`."
-        ) from error

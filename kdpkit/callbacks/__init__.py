@@ -1,7 +1,7 @@
 """Keras callbacks for learning rates, speed, devices, TensorBoard and resuming.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` returns
-the usual set in the right order; each callback also works alone.
+the usual set in the right order; each callback also works on its own.
 """
 
 import os

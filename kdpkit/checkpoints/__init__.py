@@ -1,12 +1,10 @@
 """Training states on disk: written atomically, named by epoch and step.
 
 `kdpkit.callbacks.Resume` saves and restores them. A state is one `.npz` file with arrays, including
-all variables that training changes, and its position and notes as JSON. `load_orbax` reads what
-Keras' callback for Orbax saved.
+all variables that training changes, and its position and notes as JSON.
 """
 
 from kdpkit.checkpoints._directory import CheckpointDirectory, Position, TrainingState
-from kdpkit.checkpoints._orbax import load_orbax
 from kdpkit.checkpoints._variables import assign, values_of
 
 __all__ = [
@@ -14,6 +12,5 @@ __all__ = [
     "Position",
     "TrainingState",
     "assign",
-    "load_orbax",
     "values_of",
 ]

@@ -24,20 +24,20 @@ def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np
 def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, keras.Variable]:
     return {
         f"{group}.{index}": variable
-        for group, of_group in variables.items()
-        for index, variable in enumerate(of_group)
+        for group, members in variables.items()
+        for index, variable in enumerate(members)
     }
 
 
 def _read(variable: keras.Variable) -> np.ndarray:
     value = variable.value
     with scope_of(variable):
-        if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
+        if hasattr(value, "read_value"):  # it adds up what TensorFlow's replicas hold
             value = value.read_value()
         if keras.backend.backend() == "torch":
             return keras.ops.convert_to_numpy(value)  # a copy: steps write into the same memory
-        # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
-        # also in steps that may write into the buffers of their state.
+        # On a CPU this copies nothing, and is safe: both backends copy memory that NumPy shares
+        # before they write into it, also in steps that reuse the buffers of their state.
         if keras.backend.backend() == "jax":
             from kdpkit._internal import shards
 
@@ -47,7 +47,7 @@ def _read(variable: keras.Variable) -> np.ndarray:
 
 def scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
     """Return the scope of the TensorFlow strategy that mirrors a variable, if any."""
-    if keras.backend.backend() != "tensorflow":  # a step on JAX that failed has left no `value`
+    if keras.backend.backend() != "tensorflow":  # on JAX a failed step leaves no `value`
         return contextlib.nullcontext()
     strategy = getattr(variable.value, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
@@ -61,8 +61,8 @@ def assign(
     Raises:
         ValueError: The variables of a group differ from the saved ones in number or shape.
     """
-    for group, of_group in variables.items():
-        present = {f"{group}.{i}": tuple(variable.shape) for i, variable in enumerate(of_group)}
+    for group, members in variables.items():
+        present = {f"{group}.{i}": tuple(variable.shape) for i, variable in enumerate(members)}
         saved = {n: array.shape for n, array in arrays.items() if n.startswith(f"{group}.")}
         if present != saved:
             differs = next(n for n in present | saved if present.get(n) != saved.get(n))

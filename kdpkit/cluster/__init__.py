@@ -15,6 +15,6 @@ with `kdpkit.sharding.join_processes`:
 Nothing here loads a framework.
 """
 
-from kdpkit.cluster._config import VARIABLES, ClusterConfig, source
+from kdpkit.cluster._config import ClusterConfig, source
 
-__all__ = ["VARIABLES", "ClusterConfig", "source"]
+__all__ = ["ClusterConfig", "source"]

@@ -82,8 +82,6 @@ class ClusterConfig:
         """
         return cls(**_launchers.read(os.environ if environ is None else environ))
 
-    # Positions.
-
     @property
     def tasks(self) -> tuple[tuple[str, int, str], ...]:
         """Role, index and address of every process that has an address."""
@@ -95,9 +93,9 @@ class ClusterConfig:
 
     @property
     def address(self) -> str | None:
-        """This process's own `"host:port"`, if it has one."""
-        addresses = {(role, index): address for role, index, address in self.tasks}
-        return addresses.get((self.role, self.index))
+        """`"host:port"` of this process, if it has one."""
+        addresses = self._by_role().get(self.role, ())
+        return addresses[self.index] if self.index < len(addresses) else None
 
     @property
     def coordinator(self) -> str:
@@ -121,8 +119,6 @@ class ClusterConfig:
                 "Parameter servers are not among the processes that train.", index=self.index
             )
         return self.index + (self.role == "worker" and self.chief is not None)
-
-    # For other libraries.
 
     def to_tf_config(self) -> str:
         """Return TF_CONFIG, as TensorFlow's strategies and cluster resolvers read it.
@@ -156,12 +152,10 @@ class ClusterConfig:
             variables[INDEX] = str(self.process_index)
         return variables
 
-    # Checks.
-
     def _by_role(self) -> dict[str, Sequence[str]]:
         chief = (self.chief,) if self.chief is not None else ()
-        of_roles = (chief, self.workers, self.parameter_servers)
-        return {role: of for role, of in zip(ROLES, of_roles, strict=True) if of}
+        lists = zip(ROLES, (chief, self.workers, self.parameter_servers), strict=True)
+        return {role: addresses for role, addresses in lists if addresses}
 
     def _check_addresses(self) -> None:
         seen: dict[tuple[str, int], str] = {}
@@ -181,29 +175,29 @@ class ClusterConfig:
             checks.fail("A cluster needs a worker.", workers=self.workers, chief=self.chief)
         if self.processes is None:
             return
-        object.__setattr__(self, "processes", checks.integer("processes", self.processes))
+        processes = checks.integer("processes", self.processes)
         addresses = len(self.workers) + (self.chief is not None)
-        others = self.chief or self.parameter_servers
-        if self.processes == addresses:
-            object.__setattr__(self, "processes", None)  # implied by the addresses
-        elif others or len(self.workers) != 1:
+        # The addresses already imply an equal number, so that equal clusters compare equal.
+        object.__setattr__(self, "processes", None if processes == addresses else processes)
+        is_first_only = len(self.workers) == 1 and not (self.chief or self.parameter_servers)
+        if processes != addresses and not is_first_only:
             checks.fail(
                 "There must be an address for every process, or only that of the first.",
                 addresses=addresses,
-                processes=self.processes,
+                processes=processes,
             )
 
     def _check_position(self) -> None:
         checks.one_of("role", self.role, ROLES)
         index = checks.integer("index", self.index, minimum=0)
         object.__setattr__(self, "index", index)
-        in_cluster = self.processes or len(self._by_role().get(self.role, ()))
-        if index >= in_cluster:
+        count = self.processes or len(self._by_role().get(self.role, ()))
+        if index >= count:
             checks.fail(
                 "This process must be one of the cluster's, which are numbered from 0.",
                 role=self.role,
                 index=index,
-                of_this_role=in_cluster,
+                of_this_role=count,
             )
 
 
@@ -213,5 +207,5 @@ def source(environ: Mapping[str, str] | None = None) -> str | None:
     >>> source({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {}}'}), source({})
     ('TF_CONFIG', None)
     """
-    launcher = _launchers.of(os.environ if environ is None else environ)
+    launcher = _launchers.started_by(os.environ if environ is None else environ)
     return launcher.name if launcher else None

@@ -1,7 +1,7 @@
-"""Joining the processes of a cluster, and what is printed where a process cannot print itself.
+"""Joins the processes of a cluster on JAX, and explains how a process was ended.
 
-JAX waits at the exit for others that wait for it, and aborts when the first process is gone. Here
-the first is cut short, and the second explained.
+At exit JAX waits for other processes, even if they wait for this one, and it aborts when the first
+process is gone. Here a process that fails does not wait, and a message explains the abort.
 """
 
 import atexit
@@ -17,8 +17,8 @@ from kdpkit._internal import checks, processes, versions
 from kdpkit.cluster import _launchers, _network
 from kdpkit.cluster._config import ClusterConfig
 
-# Runs as a process of its own, and prints the last line of its input when the writer has ended.
-_LAST_WORDS = """
+# A program that prints the last line of its input when the process that writes it has ended.
+_PRINT_LAST_LINE = """
 import sys
 line = ""
 for line in sys.stdin: pass
@@ -37,18 +37,18 @@ def join_processes(
     """Make this process one of several that train together, on one machine or many.
 
     Every process runs the same program and calls this first, before anything computes on JAX. Then
-    `kdpkit.sharding.data_mesh()` spans the devices of all, and each gives its own examples of every
-    batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
-    others end too, with an error that names the cause.
+    `kdpkit.sharding.DataParallel()` spans the devices of all, and each passes its own examples of
+    every batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed,
+    the others end too, with an error that names the cause.
 
-    With the coordinator at `localhost` or a loopback address, the processes listen there alone, and
+    With the coordinator at `localhost` or a loopback address, the processes only listen there, and
     no other machine can connect.
 
     Args:
         coordinator: `"host:port"` at which the first process can be reached, the same everywhere.
         process_count: Processes in all.
         process_index: Which one this is, from 0.
-        heartbeat_timeout_seconds: After so long without a sign of life a process counts as lost,
+        heartbeat_timeout_seconds: Time without a heartbeat after which a process counts as lost,
             and the others end; JAX itself waits 100 seconds.
         start_timeout_seconds: How long to wait for the others to start.
 
@@ -59,86 +59,89 @@ def join_processes(
     """
     checks.backend("`join_processes`", "jax")
     checks.address("coordinator", coordinator)
-    here = ClusterConfig([coordinator], index=process_index, processes=process_count)
+    config = ClusterConfig([coordinator], index=process_index, processes=process_count)
     heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
     start_timeout = checks.integer("start_timeout_seconds", start_timeout_seconds)
     versions.check_processes_are_supported()
-    _join(coordinator, here.process_count, here.index, heartbeat, start_timeout)
+    _join(coordinator, config.process_count, config.index, heartbeat, start_timeout)
 
 
-def _join(coordinator: str, count: int, this: int, heartbeat: int, start_timeout: int) -> None:
+def _join(coordinator: str, count: int, index: int, heartbeat: int, start_timeout: int) -> None:
     import jax
 
     if jax.distributed.is_initialized():
         checks.fail("This process has joined others already.", coordinator=coordinator)
-    if this == 0:
+    if index == 0:
         _network.require_port(coordinator)
     is_local = _network.are_loopback([coordinator])
     if is_local:
         versions.let_gloo_listen_at("localhost")
-    last_words = LastWords(
-        f"Process {this} of {count} waited {start_timeout} seconds for others that did not come to "
-        f"{coordinator}. Check that all were started, with one address that all can reach, and see "
-        "their output."
+    message = ExitMessage(
+        f"Process {index} of {count} waited {start_timeout} seconds for others that did not come "
+        f"to {coordinator}. Check that all were started, with one address that all can reach, and "
+        "see their output."
     )
     try:
         jax.distributed.initialize(
             coordinator,
             num_processes=count,
-            process_id=this,
+            process_id=index,
             heartbeat_timeout_seconds=heartbeat,
             initialization_timeout=start_timeout,
             coordinator_bind_address=coordinator if is_local else None,
         )
     except RuntimeError as error:
-        last_words.close()
+        message.close()
         raise errors.InputError(
-            f"Process {this} of {count} could not join the others at {coordinator} "
+            f"Process {index} of {count} could not join the others at {coordinator} "
             f"({checks.first_line(error)}). Check that all were started, with one address, and "
             "that nothing computes on JAX before they join."
         ) from error
-    other = "the first process, which all others need," if this else "another process"
-    last_words.become(
-        f"Process {this} of {count} was ended from outside, or {other} is gone: its output has the "
-        f"reason. {processes.GO_ON}"
+    other = "the first process, which all others need," if index else "another process"
+    message.replace(
+        f"Process {index} of {count} was ended from outside, or {other} is gone: its output has "
+        f"the reason. {processes.GO_ON}"
     )
-    _leave_without_waiting_after_errors(last_words.close)
+    _leave_without_waiting_after_errors(message.close)
 
 
 def _leave_without_waiting_after_errors(before: Callable[[], None]) -> None:
-    """Let this process end without a wait for others if it failed, and never without a word."""
+    """Let this process exit without waiting for others if it failed; call `before` at its exit."""
     hook = sys.excepthook
 
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def leave_and_report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         processes.leave_without_waiting(1)
         hook(kind, error, trace)
 
-    sys.excepthook = note
-    atexit.register(processes.leave)  # runs before JAX's own, which waits for the others
-    atexit.register(before)  # and this before both
+    sys.excepthook = leave_and_report
+    # Exit handlers run in reverse order: `before`, ours, then JAX's, which waits for the others.
+    atexit.register(processes.leave)
+    atexit.register(before)
     processes.explain_lost_process_at_exit()
 
 
-class LastWords:
-    """A sentence that is printed if this process ends in a way that lets it print nothing."""
+class ExitMessage:
+    """A sentence that another process prints if this one is ended before it can print it."""
 
     def __init__(self, sentence: str) -> None:
         reading, self._input = os.pipe()
         self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
-            [sys.executable, "-S", "-c", _LAST_WORDS],
+            [sys.executable, "-S", "-c", _PRINT_LAST_LINE],
             stdin=reading,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # so that Ctrl-C does not end it
         )
         os.close(reading)
-        self.become(sentence)
+        self.replace(sentence)
 
-    def become(self, sentence: str) -> None:
-        """Print this from now on."""
+    def replace(self, sentence: str) -> None:
+        """Print this sentence instead of the one before."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._input, sentence.encode() + b"\n")
 
     def close(self) -> None:
-        """Print nothing: this process ends in order."""
+        """Print nothing any more."""
         self._watcher.kill()
         self._watcher.wait()
         os.close(self._input)
@@ -149,15 +152,15 @@ def require_joined(remedy: str) -> None:
 
     Each would train the same model from the same data, and write to the same files.
     """
-    launcher = _launchers.of(os.environ)
+    launcher = _launchers.started_by(os.environ)
     if processes.count() > 1 or launcher is None:
         return
-    here = ClusterConfig.from_environment()
-    if here.process_count > 1 and not here.parameter_servers:
+    config = ClusterConfig.from_environment()
+    if config.process_count > 1 and not config.parameter_servers:
         checks.fail(
             f"{launcher.name} started this process with others, and each would train a copy.",
-            process=here.process_index,
-            processes=here.process_count,
+            process=config.process_index,
+            processes=config.process_count,
             remedy=f"{remedy} If each is to train a model of its own, unset "
             f"{', '.join(launcher.marks)} in the environment.",
         )

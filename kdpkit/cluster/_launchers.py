@@ -28,12 +28,12 @@ _FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # of SLURM's lis
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """What describes a cluster.
+    """A launcher or a format of variables that describes a cluster.
 
     Args:
-        name: As messages call it.
+        name: Its name in messages.
         marks: Variables that are all set where it started this process; no other sets them all.
-        read: Reads the cluster.
+        read: Reads the cluster from the environment.
         is_set: `any` if one of `marks` is enough.
     """
 
@@ -47,14 +47,14 @@ class Launcher:
         return self.is_set(environ.get(name, "").strip() not in ("", "{}") for name in self.marks)
 
 
-def of(environ: Environ) -> Launcher | None:
-    """Return what describes a cluster; None for a single process."""
+def started_by(environ: Environ) -> Launcher | None:
+    """Return the launcher that describes a cluster; None for a single process."""
     return next((launcher for launcher in LAUNCHERS if launcher.started(environ)), None)
 
 
 def read(environ: Environ) -> Arguments:
-    """Read whatever describes a cluster, or raise, with the likely reason why nothing does."""
-    launcher = of(environ)
+    """Read the cluster, or raise with the likely reason why the environment describes none."""
+    launcher = started_by(environ)
     if launcher is None:
         in_slurm = "In a SLURM job, start the processes with `srun`."
         elsewhere = "Start with `kdpkit launch` or SLURM's `srun`, or set TF_CONFIG."
@@ -64,9 +64,6 @@ def read(environ: Environ) -> Arguments:
             remedy=in_slurm if environ.get("SLURM_JOB_ID") else elsewhere,
         )
     return launcher.read(environ)
-
-
-# Those that list the processes.
 
 
 def _from_tf_config(environ: Environ) -> Arguments:
@@ -106,29 +103,27 @@ def _from_keras(environ: Environ) -> Arguments:
     return {"workers": addresses, "index": index, "processes": count}
 
 
-# Those that number the processes, and have the address of the first one at most.
-
-
 def _numbering(
     name: str,
     *marks: str,
-    here: str | None = None,
+    local_count: str | None = None,
     first: Callable[[Environ], str | None],
 ) -> Launcher:
-    """Return the launcher of processes that are on one machine, or of which the first is known.
+    """Return a launcher that numbers the processes, and knows the first one's address at most.
 
     Args:
-        name: Of the launcher.
+        name: Name of the launcher.
         marks: Variables that it sets; the last two have the index of this process, from 0, and the
             number of all.
-        here: The variable that has how many of them are on this machine, if the launcher says so.
+        local_count: The variable that has the number of processes on this machine, if there is one.
         first: Returns the address of the first process, or None.
     """
 
     def read(environ: Environ) -> Arguments:
         index, count = (_integer(mark, environ[mark]) for mark in marks[-2:])
-        if here and environ.get(here) and _integer(here, environ[here]) == count:
-            # Both differ between jobs on one machine.
+        local = environ.get(local_count or "")
+        if local and _integer(str(local_count), local) == count:
+            # These two variables differ between jobs on one machine, so their ports do, too.
             port = _port_of(environ.get("MASTER_PORT") or environ.get("PMIX_NAMESPACE", ""))
             addresses = [f"localhost:{port + number}" for number in range(count)]
             return {"workers": addresses, "index": index}
@@ -154,10 +149,10 @@ def _first_of_torchrun(environ: Environ) -> str | None:
 def _first_of_open_mpi(environ: Environ) -> str | None:
     """Return the address of `mpirun`, where the first process is by default."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # before Open MPI 5
-    found = re.search(r"tcp6?://(\[[^],]+|[^,:\]]+)", uri)
-    if not found:
+    match = re.search(r"tcp6?://(\[[^],]+|[^,:\]]+)", uri)
+    if not match:
         return None
-    host = f"{found[1]}]" if found[1].startswith("[") else found[1]
+    host = f"{match[1]}]" if match[1].startswith("[") else match[1]
     return f"{host}:{_port_of(uri.partition('.')[0])}"
 
 
@@ -175,11 +170,8 @@ def _first_of_slurm(environ: Environ) -> str:
     return f"{host}:{_port_of(environ.get('SLURM_JOB_ID', ''))}"
 
 
-# What they have in common.
-
-
 def _port_of(job: str) -> int:
-    """Return the first port of a job: those on one machine, and in a row, get different ones."""
+    """Return the first port of a job; jobs on one machine with consecutive numbers differ."""
     number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
     return _PORTS[number % len(_PORTS)]
 
@@ -198,10 +190,10 @@ def _integer(name: str, value: str | int) -> int:
 
 
 LAUNCHERS = (
-    # What was set for this program goes before what is set for all programs.
+    # Variables that were set for this program come before those that are set for every program.
     Launcher("TF_CONFIG", ("TF_CONFIG",), _from_tf_config),
     Launcher("KERAS_DISTRIBUTION", (ADDRESSES, COUNT, INDEX), _from_keras, is_set=any),
-    # `mpirun` also runs under SLURM.
+    # Open MPI comes before SLURM, under which `mpirun` also runs.
     _numbering(
         "JAX",
         "JAX_COORDINATOR_ADDRESS",
@@ -214,7 +206,7 @@ LAUNCHERS = (
         "MASTER_ADDR",
         "RANK",
         "WORLD_SIZE",
-        here="LOCAL_WORLD_SIZE",
+        local_count="LOCAL_WORLD_SIZE",
         first=_first_of_torchrun,
     ),
     _numbering(
@@ -222,7 +214,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        here="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
         first=_first_of_open_mpi,
     ),
     _numbering(

@@ -1,7 +1,7 @@
-"""How a process of a TensorFlow cluster finds its role, and starts together with the others.
+"""Starts the processes of a synchronous TensorFlow cluster together.
 
-TensorFlow hangs when a process does not come or has another number of devices, so all processes
-exchange what they are before it starts.
+TensorFlow hangs when a process is missing or has another number of devices, so all processes
+exchange addresses and numbers of devices before it starts.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def start(*, communication: str, start_timeout_seconds: int) -> tf.distribute.St
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=implementations[communication.upper()]
     )
-    os.environ["TF_CONFIG"] = complete.to_tf_config()  # where TensorFlow looks
+    os.environ["TF_CONFIG"] = complete.to_tf_config()  # which the strategy reads
     try:
         with _ending_after(start_timeout_seconds, complete):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -62,7 +62,7 @@ def start(*, communication: str, start_timeout_seconds: int) -> tf.distribute.St
         ) from error
     _network.keep_local(str(complete.address), [address for _, _, address in complete.tasks])
     processes.explain_lost_process_at_exit()
-    _started[complete, communication] = strategy  # as the environment describes it now
+    _started[complete, communication] = strategy  # TF_CONFIG now describes the complete cluster
     return strategy
 
 
@@ -74,7 +74,7 @@ def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
     """
     if cluster.process_index and cluster.address:
         _network.require_port(cluster.address)
-    found = _network.exchange(
+    exchanged = _network.exchange(
         cluster.address,
         _count_devices(),
         cluster.coordinator,
@@ -82,12 +82,12 @@ def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
         count=cluster.process_count,
         seconds=seconds,
     )
-    addresses, devices = zip(*found, strict=True)
+    addresses, devices = zip(*exchanged, strict=True)
     if len({*devices}) > 1:
         checks.fail(
             "Every process of 'multi_worker' must have equally many devices.",
             devices_by_process=devices,
-            remedy="Let each see as many GPUs (CUDA_VISIBLE_DEVICES), or split CPUs alike.",
+            remedy="Let each see as many GPUs (CUDA_VISIBLE_DEVICES), or split the CPUs equally.",
         )
     workers = addresses[cluster.chief is not None :]
     return dataclasses.replace(cluster, workers=workers, processes=None)
@@ -95,8 +95,9 @@ def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
 
 def _count_devices() -> int:
     """Count the logical GPUs, or CPUs where there is no GPU, before TensorFlow starts."""
-    of_kind = next(filter(None, map(tf.config.list_physical_devices, ("GPU", "CPU"))))
-    return sum(len(tf.config.get_logical_device_configuration(one) or [one]) for one in of_kind)
+    devices = next(filter(None, map(tf.config.list_physical_devices, ("GPU", "CPU"))))
+    logical = tf.config.get_logical_device_configuration
+    return sum(len(logical(device) or [device]) for device in devices)
 
 
 def _this(cluster: ClusterConfig) -> str:
@@ -105,10 +106,10 @@ def _this(cluster: ClusterConfig) -> str:
 
 @contextlib.contextmanager
 def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
-    """End the program, with a sentence, if what follows takes longer.
+    """End the program, with a sentence, if the block takes longer.
 
-    Where a process is lost now, or its port cannot be reached, the others wait in TensorFlow, which
-    lets no Python code run, so that nothing can be raised.
+    If a process is lost now, or its port cannot be reached, the others wait inside TensorFlow,
+    which runs no Python code, so that nothing can be raised.
     """
     if not hasattr(signal, "alarm") or threading.current_thread() is not threading.main_thread():
         yield
@@ -119,8 +120,8 @@ def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
         f"{_this(cluster)} See what the others print, and check that every one of {addresses} can "
         "be reached from all of them."
     )
-    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
-    with contextlib.closing(_joining.LastWords(sentence)):
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default needs no Python code
+    with contextlib.closing(_joining.ExitMessage(sentence)):
         signal.alarm(seconds)
         try:
             yield

@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from kdpkit._internal import checks
 
-_ANSWER_SECONDS = 2.0  # for one answer
+_ANSWER_SECONDS = 2.0  # the time limit of one answer
 _PAUSE_SECONDS = 0.2
-_LONGEST = 1000  # bytes of what a process sends to the first one
+_LONGEST_MESSAGE = 1000  # bytes that another process may send to the first one
 
-_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+_SO_ATTACH_FILTER = 26  # an option of Linux for which Python has no name
 _INTERFACE = 0xFFFFF008  # where a program finds the number of a packet's network interface
 _LOAD_WORD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 
@@ -39,9 +39,6 @@ _FROM_LOOPBACK = [
 ]
 
 
-# Other processes.
-
-
 def problem(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> str | None:
     """Return why nothing answers at an address; None if something listens there."""
     try:
@@ -52,19 +49,16 @@ def problem(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> str | Non
 
 
 def problems(addresses: Collection[str], timeout_seconds: float) -> dict[str, str]:
-    """Wait until something listens at all addresses; return what is wrong with the others then."""
-    found = {}
+    """Wait until something listens at all addresses; return the reason for each where not."""
+    reasons = {}
     deadline = time.monotonic() + timeout_seconds
     for address in addresses:
-        while wrong := problem(address):
+        while reason := problem(address):
             if time.monotonic() >= deadline:
-                found[address] = wrong
+                reasons[address] = reason
                 break
             time.sleep(_PAUSE_SECONDS)
-    return found
-
-
-# This one.
+    return reasons
 
 
 def require_port(address: str) -> None:
@@ -74,7 +68,8 @@ def require_port(address: str) -> None:
     """
     port = checks.address("address", address)[1]
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its last user may have ended
+        # The port may have been used by a process that has ended.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -90,7 +85,7 @@ def are_loopback(addresses: Sequence[str]) -> bool:
 
     Names except `localhost` are not: some machines resolve their own to 127.0.1.1, others do not.
     """
-    hosts = {checks.address("address", one)[0] for one in addresses} - {"localhost"}
+    hosts = {checks.address("address", address)[0] for address in addresses} - {"localhost"}
     try:
         return all(ipaddress.ip_address(host).is_loopback for host in hosts)
     except ValueError:
@@ -105,13 +100,13 @@ def keep_local(address: str, cluster: Sequence[str]) -> None:
     if not are_loopback(cluster):
         return
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in _FROM_LOOPBACK)
-    kept = ctypes.create_string_buffer(program)
-    packed = struct.pack("HL", len(_FROM_LOOPBACK), ctypes.addressof(kept))
+    buffer = ctypes.create_string_buffer(program)  # which must live until the kernel has read it
+    packed = struct.pack("HL", len(_FROM_LOOPBACK), ctypes.addressof(buffer))
     try:
         if sys.platform != "linux":
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-        for one in _listening(checks.address("address", address)[1]):
-            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, packed)
+        for server in _listening(checks.address("address", address)[1]):
+            server.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, packed)
     except OSError as error:
         sys.stderr.write(
             f"{address} is open to all who can reach this machine, without authentication: "
@@ -122,17 +117,14 @@ def keep_local(address: str, cluster: Sequence[str]) -> None:
 def _listening(port: int) -> Iterator[socket.socket]:
     """Yield this process's sockets that listen at a port."""
     for link in pathlib.Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
             if not str(link.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(link.name))) as one:
-                is_of_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if is_of_tcp and listens and one.getsockname()[1] == port:
-                    yield one
-
-
-# What all have to know of each other before they can be connected.
+            with socket.socket(fileno=os.dup(int(link.name))) as candidate:
+                is_tcp = candidate.family in (socket.AF_INET, socket.AF_INET6)
+                listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if is_tcp and listens and candidate.getsockname()[1] == port:
+                    yield candidate
 
 
 def exchange(
@@ -152,12 +144,11 @@ def exchange(
             return _collected(first, devices, count, deadline)
         with _connected(first, deadline) as connection:
             connection.settimeout(max(_ANSWER_SECONDS, deadline - time.monotonic()))
-            own = address
-            if own is None:
+            if address is None:
                 host = connection.getsockname()[0]
                 with socket.create_server(("", 0)) as free:
-                    own = f"{f'[{host}]' if ':' in host else host}:{free.getsockname()[1]}"
-            connection.sendall(json.dumps([index, count, own, devices]).encode() + b"\n")
+                    address = f"{f'[{host}]' if ':' in host else host}:{free.getsockname()[1]}"
+            connection.sendall(json.dumps([index, count, address, devices]).encode() + b"\n")
             with connection.makefile() as reply:
                 return [(other, int(number)) for other, number in json.loads(reply.readline())]
     except (OSError, ValueError) as error:
@@ -182,29 +173,29 @@ def _connected(first: str, deadline: float) -> socket.socket:
 
 def _collected(first: str, devices: int, count: int, deadline: float) -> list[tuple[str, int]]:
     """Collect what the others send, and reply to all."""
-    found = {0: (first, devices)}
+    received = {0: (first, devices)}
     connections = []
     host, port = checks.address("first", first)
     is_local = are_loopback([first])
     both = not is_local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    place = (host if is_local else "", port)
+    address = (host if is_local else "", port)
     with contextlib.ExitStack() as stack:
-        listener = socket.create_server(place, family=family, dualstack_ipv6=both)
+        listener = socket.create_server(address, family=family, dualstack_ipv6=both)
         stack.enter_context(listener)
-        while missing := sorted({*range(count)} - found.keys()):
+        while missing := sorted({*range(count)} - received.keys()):
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 raise TimeoutError(f"processes {missing} are missing") from error
             connections.append(stack.enter_context(connection))
-            found |= _received(connection, count)
-        of_all = [found[number] for number in range(count)]
+            received |= _received(connection, count)
+        replies = [received[number] for number in range(count)]
         for connection in connections:
-            with contextlib.suppress(OSError):  # one that is gone is missed later
-                connection.sendall(json.dumps(of_all).encode() + b"\n")
-    return of_all
+            with contextlib.suppress(OSError):  # a process that is gone is noticed later
+                connection.sendall(json.dumps(replies).encode() + b"\n")
+    return replies
 
 
 def _received(connection: socket.socket, count: int) -> dict[int, tuple[str, int]]:
@@ -212,7 +203,7 @@ def _received(connection: socket.socket, count: int) -> dict[int, tuple[str, int
     connection.settimeout(_ANSWER_SECONDS)
     try:
         with connection.makefile("rb") as message:
-            index, processes, address, devices = json.loads(message.readline(_LONGEST))
+            index, processes, address, devices = json.loads(message.readline(_LONGEST_MESSAGE))
         checks.address("address", address)
         return {index: (address, int(devices))} if processes == count and 0 < index < count else {}
     except (OSError, ValueError, TypeError):

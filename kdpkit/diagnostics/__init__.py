@@ -2,10 +2,11 @@
 
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `environment` reports what this machine and
-this Python offer, and which strategies train on it. `check_input` checks `tf.data` pipelines,
-`check_tpu` a dataset and a model for a TPU. `check_speed` finds how long a step takes and waits for
-input, `largest_batch` how many examples fit. Each name loads the framework that it needs on first
-use; `environment` loads none.
+this Python offer, and which strategies train on it. `check_input` finds mistakes in the data of a
+training, `check_tpu` what of it would stop a TPU. `check_speed` finds how long a step takes and
+waits for input, `largest_batch` how many examples fit. Each returns a report that prints itself,
+with `clean` for programs. Each loads the framework that it needs on first use; `environment` loads
+none.
 """
 
 from typing import TYPE_CHECKING
@@ -14,19 +15,14 @@ from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.largest_batch import largest_batch
-    from kdpkit.diagnostics._doctor.reports import Report, check_input
-    from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
+    from kdpkit.diagnostics._doctor.reports import check_input
+    from kdpkit.diagnostics._doctor.speed import check_speed
     from kdpkit.diagnostics._doctor.tpu import check_tpu
-    from kdpkit.diagnostics._env.environment import Environment, environment
-    from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, plan_memory
-    from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
+    from kdpkit.diagnostics._env.environment import environment
+    from kdpkit.diagnostics._plan.memory_plan import plan_memory
+    from kdpkit.diagnostics._plan.training_plan import plan
 
 _HOMES = {
-    "Environment": "_env.environment",
-    "MemoryPlan": "_plan.memory_plan",
-    "Report": "_doctor.reports",
-    "SpeedReport": "_doctor.speed",
-    "TrainingPlan": "_plan.training_plan",
     "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
     "check_tpu": "_doctor.tpu",
@@ -37,11 +33,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "Environment",
-    "MemoryPlan",
-    "Report",
-    "SpeedReport",
-    "TrainingPlan",
     "check_input",
     "check_speed",
     "check_tpu",

@@ -36,16 +36,13 @@ def launch(
 
     Each process gets TF_CONFIG and KERAS_DISTRIBUTION_* of a cluster on free ports; KERAS_BACKEND
     selects the backend. Their output is printed line by line, each with the name of its process.
-    The call returns when all workers have ended. If one fails, the others are stopped, and all
-    start again on other ports as long as restarts are left. No process or child process outlives
-    this call, even if the launcher is killed.
+    The call returns when all workers have ended, or with parameter servers the chief, which workers
+    and servers serve. If one fails, the others are stopped, and all start again on other ports as
+    long as restarts are left. No process or child process outlives this call, even if the launcher
+    is killed. SIGTERM and Ctrl-C are forwarded, and a second Ctrl-C stops everything at once; they
+    are only handled in the main thread.
 
-    With parameter servers, a chief is started too. Workers and servers serve it until it ends.
-    SIGTERM and Ctrl-C are forwarded, and a second Ctrl-C stops everything at once. They are only
-    handled in the main thread.
-
-    The processes are only reached from this machine: their addresses are `localhost`, the only one
-    where JAX listens, and on Linux kdpkit closes TensorFlow's servers to others: see SECURITY.md.
+    Only this machine can connect to the processes: see SECURITY.md.
 
     Args:
         command: The command as a list, such as `["python", "train.py"]`.
@@ -89,22 +86,22 @@ def _tasks(words: tuple[str, ...], workers: int, servers: int, gpus: list[str]) 
         parameter_servers=addresses[workers : workers + servers],
         chief=addresses[-1] if servers else None,
     )
-    made = []
+    tasks = []
     for role, index, _ in config.tasks:
         variables = dataclasses.replace(config, role=role, index=index).to_environment()
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = gpus[index] if role == "worker" else "-1"
         name = "chief" if role == "chief" else f"{role} {index}"
-        made.append(Task(name, words, variables, serves=bool(servers) and role != "chief"))
-    return tuple(made)
+        tasks.append(Task(name, words, variables, serves=bool(servers) and role != "chief"))
+    return tuple(tasks)
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports that are free; all are held until the last is found."""
+    """Find free ports; the sockets stay open until the last is found."""
     ports: list[int] = []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as sockets:
         for port in random.sample(_PORTS, len(_PORTS)):
-            probe = held.enter_context(socket.socket())
+            probe = sockets.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
                 ports.append(port)
@@ -113,20 +110,20 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _gpus(visible: str | None, workers: int, each: int | None) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of each worker; none if each sees all."""
-    if each is None:
+def _gpus(visible: str | None, workers: int, gpus_per_worker: int | None) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each worker; an empty list if every worker sees all."""
+    if gpus_per_worker is None:
         return []
-    each = checks.integer("gpus_per_worker", each)
-    wanted = workers * each
-    names = list(map(str, range(wanted)))
+    size = checks.integer("gpus_per_worker", gpus_per_worker)
+    total = workers * size
+    names = list(map(str, range(total)))
     if visible is not None:
         names = [name for name in visible.split(",") if name]
-    if len(names) < wanted:
+    if len(names) < total:
         checks.fail(
             "More GPUs were asked for than CUDA_VISIBLE_DEVICES has.",
             workers=workers,
-            gpus_per_worker=each,
+            gpus_per_worker=size,
             CUDA_VISIBLE_DEVICES=visible,
         )
-    return [",".join(names[first : first + each]) for first in range(0, wanted, each)]
+    return [",".join(names[first : first + size]) for first in range(0, total, size)]

@@ -1,9 +1,9 @@
-"""Processes that end when the one that started them does, whatever ends it, and theirs with them.
+"""Child processes that do not outlive the process that started them, however that one ends.
 
-Each child leads a process group of its own, so that signals reach what it starts, and has a mark in
-its environment, by which those who left the group are found too (in /proc). A guard,
-which is this file run as a program, waits for the end of a pipe that only the launcher holds:
-however the launcher ends, the guard then ends all that bear the mark.
+Each child leads a process group, so that signals reach what it starts, and has a mark in its
+environment, by which processes that left the group are found in /proc. A guard, which is this file
+run as a program, waits for the end of a pipe that only the launcher holds: however the launcher
+ends, the guard then ends all processes with the mark.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self, cast
 
-MARK = "KDPKIT_LAUNCH"  # the variable that bears the marks of launchers, the outermost first
+MARK = "KDPKIT_LAUNCH"  # the variable with the marks of nested launchers, the outermost first
 
-_DRAIN_SECONDS = 2.0  # for what is still in the pipes of a process that has ended
+_DRAIN_SECONDS = 2.0  # for reading the rest of the output of a process that has ended
 _PROC = Path("/proc")
 _ALL_ENDED = "all ended\n"
 
@@ -28,12 +28,12 @@ class Child:
     """A process, what it writes, and how it ended.
 
     Args:
-        command: Its words.
+        command: The words of its command.
         environment: All its variables.
-        mark: What it is found by; it ends with ";".
-        on_bytes: Called in a thread with what it wrote, to "stdout" or "stderr"; at the end of
-            each with no bytes.
-        on_end: Called in a thread when it has ended and all it wrote is read.
+        mark: Text by which it is found; it ends with ";".
+        on_bytes: Called in a thread with bytes that it wrote and "stdout" or "stderr"; at the end
+            of each stream with no bytes.
+        on_end: Called in a thread when it has ended and its output is read.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Child:
         on_end: Callable[[], None],
     ) -> None:
         self.ended_at: float | None = None
-        self._process = subprocess.Popen(  # noqa: S603 the caller's command is what is asked for
+        self._process = subprocess.Popen(  # noqa: S603 the user's own command
             command,
             env={**environment, MARK: environment.get(MARK, "") + mark},
             stdin=subprocess.DEVNULL,
@@ -58,17 +58,17 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 and the signal for one that a signal ended."""
+        """The exit code that a shell reports: 128 + the number of a signal that ended it."""
         code = self._process.returncode
-        code = -signal.SIGKILL if code is None else code  # the kernel has not finished
+        code = -signal.SIGKILL if code is None else code  # the kernel is still ending it
         return code if code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
-        """Send a signal to it and to all of its group; nothing if it has ended."""
+        """Send a signal to it and to all of its group, unless it has ended."""
         if self._process.returncode is None:
             group = -self._process.pid
             _signal([group], number)
-            _signal([group], signal.SIGCONT)  # one that is stopped waits for it to act
+            _signal([group], signal.SIGCONT)  # a stopped process handles no signal before this
 
     def _watch(self, on_bytes: Callable[[bytes, str], None], on_end: Callable[[], None]) -> None:
         def read(stream: IO[bytes], name: str) -> None:
@@ -86,20 +86,19 @@ class Child:
             reader.start()
         self._process.wait()
         self.ended_at = time.monotonic()
-        for reader in readers:  # what it started may hold its pipes longer
+        for reader in readers:  # its own child processes may hold the pipes longer
             reader.join(max(0.0, self.ended_at + _DRAIN_SECONDS - time.monotonic()))
         on_end()
 
 
 class Guard:
-    """Ends all that bear a mark where this process does not do so.
+    """A context that ends all processes with a mark, even if this process is killed in it.
 
-    That is where it ends, or leaves the block, before `all_ended` was called; it leaves the block
-    when the guard is done.
+    It does nothing once `all_ended` was called. Leaving the block waits for the guard.
 
     Args:
         mark: The beginning of every child's mark.
-        grace_seconds: Between SIGTERM and SIGKILL.
+        grace_seconds: Time between SIGTERM and SIGKILL.
     """
 
     def __init__(self, mark: str, *, grace_seconds: float) -> None:
@@ -125,28 +124,30 @@ class Guard:
 
 
 def marked(mark: str) -> list[int]:
-    found = []
+    """Return the numbers of the other processes with a mark."""
+    numbers = []
     for entry in _PROC.iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    numbers.append(int(entry.name))
+    return numbers
 
 
 def end_marked(mark: str, *, grace_seconds: float) -> None:
-    """End all that bear a mark: by SIGTERM, and by SIGKILL after the grace."""
+    """End all processes with a mark: by SIGTERM, and by SIGKILL after the grace period."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace_seconds
     while (left := set(marked(mark))) and time.monotonic() < deadline:
         _signal(left - signalled, signal.SIGTERM)
         signalled |= left
         time.sleep(0.05)
-    deadline = time.monotonic() + _DRAIN_SECONDS  # from now: this process may have been stopped
+    # The time counts from here, since this process may have been stopped meanwhile.
+    deadline = time.monotonic() + _DRAIN_SECONDS
     while left := set(marked(mark)):
         _signal(left, signal.SIGKILL)
         if time.monotonic() > deadline:
-            break  # they are in the hands of the kernel
+            break  # only the kernel can end them now
         time.sleep(0.05)
 
 
@@ -164,7 +165,7 @@ def _guard(mark: str, grace_seconds: float) -> None:
     if sys.stdin.readline() == _ALL_ENDED:
         return
     end_marked(mark, grace_seconds=grace_seconds)
-    time.sleep(0.5)  # one that was just being started bore no mark yet
+    time.sleep(0.5)  # a process that was just being started had no mark yet
     end_marked(mark, grace_seconds=0)
 
 

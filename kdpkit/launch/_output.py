@@ -1,4 +1,4 @@
-"""What several processes print at once, line by line, each with its name."""
+"""The output of several processes, line by line, each line with the name of its process."""
 
 import contextlib
 import os
@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-_REDRAWN_SECONDS = 5.0  # between two lines of one progress bar
+_BAR_SECONDS = 5.0  # between two lines of one progress bar
 
 
 class Lines:
-    r"""Splits what a process writes into lines.
+    r"""Splits the output of a process into lines.
 
-    A progress bar, which begins its line again with `\r`, gives a line every few seconds and its
-    last state:
+    Of a progress bar, which begins its line again with `\r`, it returns a line every few seconds
+    and the last one:
 
     >>> lines = Lines(now=0.0)
     >>> lines.feed(b"one\n10%\r20%\r", now=1.0), lines.feed(b"40%\r50%\r", now=9.0)
@@ -31,15 +31,15 @@ class Lines:
     def feed(self, data: bytes, now: float) -> list[str]:
         """Return the lines that end within these bytes, which came at `now` seconds.
 
-        No bytes are the end: what is left is a line.
+        No bytes mean the end of the output, where an unfinished line counts as a line.
         """
         if not data and self._rest:
             data = b"\n"
         *lines, self._rest = re.split(rb"\r*\n", self._rest + data)
-        states, _, begun = self._rest.rpartition(b"\r")
+        states, _, unfinished = self._rest.rpartition(b"\r")
         if states:
-            self._rest = _last_state(states) + b"\r" + begun
-        if states and now - self._shown_at >= _REDRAWN_SECONDS:
+            self._rest = _last_state(states) + b"\r" + unfinished
+        if states and now - self._shown_at >= _BAR_SECONDS:
             lines.append(states)
         if lines:
             self._shown_at = now
@@ -47,17 +47,17 @@ class Lines:
 
 
 def _last_state(text: bytes) -> bytes:
-    """Return what a bar showed last that is not blank."""
+    """Return the last state of a progress bar that is not blank."""
     states = text.split(b"\r")
     return next((state for state in reversed(states) if state.strip()), states[-1])
 
 
 class Printer:
-    """Writes lines of several processes to stdout and stderr, until that is not possible any more.
+    """Writes lines of several processes to stdout and stderr.
 
     Args:
-        names: Those of the processes.
-        on_gone: Called in a thread if nobody reads on, or if the disk of the file is full.
+        names: Names of the processes.
+        on_gone: Called in a thread if the reader of a pipe is gone, or the disk of a file is full.
     """
 
     def __init__(self, names: Iterable[str], *, on_gone: Callable[[OSError], None]) -> None:
@@ -77,8 +77,8 @@ class Printer:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what is left in the stream nowhere, where Python would complain at its end."""
+    """Discard what is left in a stream, about which Python would print an error at its exit."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,6 +1,6 @@
 """One run of the launcher: its processes, from their start to the end of the last restart.
 
-Threads put events into a queue; one loop handles them.
+Threads put functions into a queue, and one loop calls them.
 """
 
 import contextlib
@@ -15,15 +15,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
-from kdpkit import cluster, errors
+from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.cluster._config import VARIABLES
 from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
-_LAUNCHER = "launch"  # the launcher's name in front of its own lines
-_SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
-_KILL_SECONDS = 10.0  # for the kernel to end a killed process
-_TICK_SECONDS = 0.2  # between checks of the time
+_LAUNCHER = "launch"  # in front of the launcher's own lines
+_SETTLE_SECONDS = 2.0  # in which the others may end by themselves after the first failure
+_KILL_SECONDS = 10.0  # in which the kernel ends a killed process
+_TICK_SECONDS = 0.2  # between two checks of the time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ class _Process(child_processes.Child):
             for line in lines[stream].feed(data, time.monotonic()):
                 show(task.name, line, stream)
 
-        others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+        inherited = {name: text for name, text in os.environ.items() if name not in VARIABLES}
         super().__init__(
             task.command,
-            {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),
+            {"PYTHONUNBUFFERED": "1"} | inherited | dict(task.variables),
             mark=mark,
             on_bytes=on_bytes,
             on_end=lambda: on_end(self),
@@ -65,7 +66,7 @@ class _Process(child_processes.Child):
             self.send(number)
 
     def __str__(self) -> str:
-        """How it failed, in words."""
+        """Describe how it failed."""
         number = self.exit_code - 128
         if number in set(signal.Signals):
             return f"{self.task.name} was ended by {signal.Signals(number).name}"
@@ -117,7 +118,7 @@ class Run:
         for task in tasks:
             try:
                 self.running.append(_Process(task, self._mark, self._printer.line, self._note_end))
-            except (OSError, RuntimeError) as error:  # the latter for a thread
+            except (OSError, RuntimeError) as error:  # the latter if no thread can be started
                 checks.fail(
                     f"{task.name} cannot be started: {checks.first_line(error)}.",
                     command=task.command,
@@ -140,8 +141,6 @@ class Run:
 
     def _report(self, sentence: str) -> None:
         self._printer.line(_LAUNCHER, sentence, "stderr")
-
-    # Events.
 
     def _wait(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -171,19 +170,18 @@ class Run:
         return bool(has_failed and self.stop is None and self.restarts < self.max_restarts)
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
-        self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another one
+        # A signal may interrupt another `put`, which a `SimpleQueue` allows.
+        self._events.put(lambda: self._on_signal(number))
 
     def _note_unwritable(self, error: OSError) -> None:
         self.unwritable = error
         self._note_signal(signal.SIGPIPE)
 
     def _on_signal(self, number: int) -> None:
-        # Not for SIGTERM, which some schedulers send twice: to a process and to its group.
+        # A second SIGTERM ends nothing early: some schedulers send it to a process and its group.
         if self.is_ending and number != signal.SIGTERM:
             self.grace_seconds = 0.0
         self.stop = self.stop or number
-
-    # The end.
 
     def _signal_and_wait(self, processes: Sequence[_Process], number: int) -> None:
         for process in processes:
@@ -191,23 +189,22 @@ class Run:
         self._wait_for_ends(processes)
 
     def _end_all(self) -> None:
-        """Stop what still runs, by SIGTERM first, and any child processes that are left."""
+        """Stop the running processes, by SIGTERM first, and any child processes that are left."""
         self.is_ending = True
-        rest = [process for process in self.running if not process.is_signalled]
-        self._signal_and_wait(rest, signal.SIGTERM)
+        unsignalled = [process for process in self.running if not process.is_signalled]
+        self._signal_and_wait(unsignalled, signal.SIGTERM)
         for process in self.running:
             process.send(signal.SIGKILL)
         self._wait_for_ends(self.running, _KILL_SECONDS)
         child_processes.end_marked(self._mark, grace_seconds=self.grace_seconds)
 
     def _cause(self) -> _Process:
-        """Return the process that failed first, and not because it lost another."""
+        """Return the process that failed first, and not because it lost another one."""
 
-        def is_consequence(process: _Process) -> tuple[bool, float]:
-            left_alone = process.exit_code == errors.LEFT_ALONE
-            return left_alone, process.ended_at or 0.0
+        def order(process: _Process) -> tuple[bool, float]:
+            return process.exit_code == errors.LEFT_ALONE, process.ended_at or 0.0
 
-        return min(self.failed, key=is_consequence)
+        return min(self.failed, key=order)
 
     def _report_failure(self) -> None:
         cause = self._cause()
@@ -230,9 +227,9 @@ class Run:
 def _handling(
     handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Have a function called for signals in the block; outside of the main thread do nothing.
+    """Call a function for signals in the block; outside of the main thread do nothing.
 
-    A signal that is ignored stays so, and one that is handled outside of Python too.
+    Signals that are ignored, or handled outside of Python, stay as they are.
     """
     is_main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as restored:

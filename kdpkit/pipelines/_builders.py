@@ -8,11 +8,9 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
-from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
-from kdpkit.pipelines._padding import pad_to_global_batch
+from kdpkit.pipelines._padding import Transform, pad_to_global_batch
 from kdpkit.pipelines._stages import Stage, paths, require_dataset, require_examples
-from kdpkit.pipelines._transforms import count_batches
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -89,8 +87,9 @@ def train_pipeline(
     """
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
-    batches = checks.steps_per_epoch(steps_per_epoch, count_batches(examples.apply(batched)))
-    buffer_size = min(config.shuffle_buffer, count_batches(examples))
+    _require_a_batch(examples, global_batch_size, config.remainder)
+    batches = checks.steps_per_epoch(steps_per_epoch, _count(examples.apply(batched)))
+    buffer_size = min(config.shuffle_buffer, _count(examples))
     counter = EpochCounter(batches=batches)
     fresh = augment and rewriting()(augment)
 
@@ -148,8 +147,9 @@ def eval_pipeline(
     [3. 3.] [0 0] [1. 0.]
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
-    batches = _examples(source, config, keep, prepare).apply(batched)
-    return untuned(batches.prefetch(tf.data.AUTOTUNE))
+    examples = _examples(source, config, keep, prepare)
+    _require_a_batch(examples, global_batch_size, remainder)
+    return untuned(examples.apply(batched).prefetch(tf.data.AUTOTUNE))
 
 
 def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> tf.data.Dataset:
@@ -161,16 +161,18 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> t
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 
 
-def _batching(
-    global_batch_size: int, replicas: int, remainder: str, *, mode: str
-) -> _transforms.Transform:
+def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: str) -> Transform:
+    """Return the stage that makes global batches of examples."""
     checks.one_of("remainder", remainder, _REMAINDERS)
-    drop = remainder == "drop"
-    batched = _transforms.batch_for(global_batch_size, replicas=replicas, drop_remainder=drop)
-    if remainder != "pad":
-        return batched
-    padded = pad_to_global_batch(global_batch_size, mode=mode)
-    return lambda examples: examples.apply(batched).apply(padded)
+    size, _ = checks.global_batch(global_batch_size, replicas)
+
+    def batched(examples: tf.data.Dataset) -> tf.data.Dataset:
+        batches = examples.batch(size, drop_remainder=remainder == "drop")
+        return (
+            batches.apply(pad_to_global_batch(size, mode=mode)) if remainder == "pad" else batches
+        )
+
+    return batched
 
 
 def _examples(
@@ -184,14 +186,17 @@ def _examples(
     end = Stage(source)
     repeats = any(stage.kind == "repeat" for stage, _ in paths(end))
     if end.cardinality == tf.data.INFINITE_CARDINALITY or repeats:
-        _transforms.raise_endless("`source` repeats its examples")
+        checks.fail(
+            "`source` repeats its examples, and `fit(epochs=N)` would repeat it again.",
+            remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
+        )
     require_examples(source, prepared=prepare is not None)
     examples = source if keep is None else source.filter(keep)
     if prepare is not None:
         examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     if config.cache:
         examples = examples.cache()
-    count = count_batches(examples)
+    count = _count(examples)
     if count == 0:
         checks.fail(
             "No example is left to train or evaluate on: the source is empty, or `keep` is false "
@@ -200,3 +205,22 @@ def _examples(
             remedy="Check the data, or loosen `keep`.",
         )
     return examples.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _require_a_batch(examples: tf.data.Dataset, global_batch_size: int, remainder: str) -> None:
+    count = _count(examples)
+    if remainder == "drop" and count < global_batch_size:
+        checks.fail(
+            "The dataset has too few examples for one full batch.",
+            examples=count,
+            global_batch_size=global_batch_size,
+            remedy="Use a smaller batch, or keep the smaller last one.",
+        )
+
+
+def _count(dataset: tf.data.Dataset) -> int:
+    """Return the number of elements, by an iteration where tf.data does not know it."""
+    known = int(dataset.cardinality())
+    if known != tf.data.UNKNOWN_CARDINALITY:
+        return known
+    return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))

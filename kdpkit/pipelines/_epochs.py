@@ -1,10 +1,10 @@
 """Datasets that know their current epoch.
 
-Keras starts more iterators than there are epochs: one to build the model under a strategy, and
-one ahead of each epoch. `shuffle(reshuffle_each_iteration=True)` counts them all, so the same seed
-gives different orders on one device and on many. Here an epoch is over when the most recently
-started iterator has returned its last batch; older iterators, which may still run in a thread, are
-not counted.
+Keras starts more iterators than there are epochs: one to build the model under a strategy, and one
+ahead of each epoch. `shuffle(reshuffle_each_iteration=True)` draws an order for each, so the same
+seed has different orders on one device and on many. Here an epoch is over when the iterator that
+was started last has returned its last batch; older ones, which may still run in a thread, do not
+count.
 """
 
 import contextlib
@@ -22,26 +22,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 def as_written(function: F) -> F:
     """Trace one of our functions, and everything it calls, without AutoGraph.
 
-    AutoGraph rewrites the source of traced functions to support `if` and `for` over tensors. That
-    takes longer than the tracing, and skips functions called from inner ones.
+    AutoGraph, which supports `if` and `for` over tensors, takes longer than the tracing.
     """
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def rewriting() -> Callable[[F], F]:
-    """Return what has users' functions traced with AutoGraph wherever they are called.
+    """Return a decorator for users' functions, so that AutoGraph rewrites them as `map` would.
 
-    It is AutoGraph as it is where this is called, as `Dataset.map` has it.
+    It uses the AutoGraph settings of the place where it is made, wherever the function is called.
     """
     autograph = tf.__internal__.autograph
     return functools.partial(autograph.tf_convert, ctx=autograph.control_status_ctx())
 
 
 class EpochCounter:
-    """The position of the next iterator, stored where a dataset's graph can read and change it.
+    """The position of the next iterator, in a lookup table that the dataset's graph uses.
 
-    It is stored in a lookup table because, unlike a `tf.Variable`, that is the same object inside
-    and outside a strategy's scope.
+    Unlike a `tf.Variable`, a table is the same object inside and outside a strategy's scope.
 
     Args:
         batches: Batches in a complete epoch; -1 for a dataset that never ends.
@@ -55,7 +53,7 @@ class EpochCounter:
 
     def move(self, epoch: int, step: int) -> None:
         """Make the next iterator start at a step of an epoch."""
-        keys = tf.constant(["epoch", "moved to epoch", "moved to step", "batches given"])
+        keys = tf.constant(["epoch", "moved to epoch", "moved to step", "batches returned"])
         self._table.insert(keys, tf.constant([epoch, epoch, step, 0], tf.int64))
         self._start()
 
@@ -81,7 +79,7 @@ class EpochCounter:
 
     def has_given(self) -> bool:
         """Return whether any batch was returned since the last move."""
-        return int(self._get("batches given")) > 0
+        return int(self._get("batches returned")) > 0
 
     def dataset(
         self, one_epoch: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset], *, prefetch: int
@@ -104,7 +102,7 @@ class EpochCounter:
             return self._start(), self._get("epoch")
 
         start = tf.data.Dataset.range(1).map(begin)
-        return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
+        return start.flat_map(batches).prefetch(prefetch).map(self._count)
 
     def _start(self) -> tf.Tensor:
         """Count a new iterator; earlier ones are no longer counted."""
@@ -120,13 +118,14 @@ class EpochCounter:
         return self._table.lookup(tf.constant(key))
 
     @as_written
-    def _hand_on(self, started: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor, batch: Any) -> Any:
-        """Return a batch; after the last one the epoch is over."""
+    def _count(self, started: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor, batch: Any) -> Any:
+        """Return a batch, and advance to the next epoch after the last one."""
         counts = tf.equal(started, self._get("started"))
         is_last = tf.equal(index, self.batches - 1)
-        following = tf.where(counts & is_last, epoch + 1, self._get("epoch"))
-        given = self._get("batches given") + tf.cast(counts, tf.int64)
-        self._table.insert(tf.constant(["epoch", "batches given"]), tf.stack([following, given]))
+        next_epoch = tf.where(counts & is_last, epoch + 1, self._get("epoch"))
+        returned = self._get("batches returned") + tf.cast(counts, tf.int64)
+        keys = tf.constant(["epoch", "batches returned"])
+        self._table.insert(keys, tf.stack([next_epoch, returned]))
         return batch
 
 
@@ -159,13 +158,9 @@ class TrainDataset(tf.data.Dataset):
 
     def tracked(self) -> "TrackedDataset":
         """Return the same batches as a separate dataset for `kdpkit.callbacks.Resume`."""
-        return TrackedDataset(
-            self._epochs,
-            self.epoch_counter,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            examples=self.examples,
-        )
+        settings = ("global_batch_size", "seed", "examples")
+        values = {name: getattr(self, name) for name in settings}
+        return TrackedDataset(self._epochs, self.epoch_counter, **values)
 
     @property
     def element_spec(self) -> Any:
@@ -184,7 +179,7 @@ class TrainDataset(tf.data.Dataset):
 class TrackedDataset(TrainDataset):
     """A `TrainDataset` whose first epoch may start at any of its batches.
 
-    What stages after it count, keep or draw would begin again there. So they raise, except for
+    Further stages would begin to count, store or draw again there. So they raise, except for
     `prefetch`, `take`, and the functions that libraries map, such as Keras' for `class_weight`.
     """
 
@@ -197,8 +192,8 @@ class TrackedDataset(TrainDataset):
     def _with_length(self) -> tf.data.Dataset:
         """Set the cardinality of a complete epoch, without asserting it.
 
-        A `take` of an endless dataset has that cardinality, and TensorFlow considers a choice
-        between datasets endless if one of them is. Here the first one is always chosen.
+        `take` of an endless dataset has it, and a choice between datasets counts as endless if one
+        of them is. Here the choice is always the first.
         """
         always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
         endless = tf.data.Dataset.choose_from_datasets(
@@ -207,11 +202,11 @@ class TrackedDataset(TrainDataset):
         return endless.take(self.epoch_counter.batches)
 
 
-def _to_add_before(stage: str) -> Callable[..., tf.data.Dataset]:
-    def add(dataset: TrackedDataset, what: Any = None, *args: Any, **settings: Any) -> Any:
-        made_by = str(getattr(what, "__module__", ""))
-        if "map" in stage and made_by.startswith(("kdpkit", "keras", "tensorflow")):
-            return getattr(tf.data.Dataset, stage)(dataset, what, *args, **settings)
+def _only_before_track(stage: str) -> Callable[..., tf.data.Dataset]:
+    def add(dataset: TrackedDataset, first: Any = None, *args: Any, **settings: Any) -> Any:
+        module = str(getattr(first, "__module__", ""))
+        if "map" in stage and module.startswith(("kdpkit", "keras", "tensorflow")):
+            return getattr(tf.data.Dataset, stage)(dataset, first, *args, **settings)
         return checks.fail(
             f"A resumed run cannot repeat what `{stage}` does after `Resume.track`.",
             remedy="Add this stage before `track`.",
@@ -226,4 +221,4 @@ for _stage in (
     *("rejection_resample", "scan", "shard", "shuffle", "skip", "snapshot", "take_while"),
     *("unbatch", "unique", "window"),
 ):
-    setattr(TrackedDataset, _stage, _to_add_before(_stage))
+    setattr(TrackedDataset, _stage, _only_before_track(_stage))

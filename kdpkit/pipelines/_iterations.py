@@ -1,8 +1,8 @@
-"""Any iteration of a user's dataset, from any of its batches, in the order of an undisturbed run.
+"""Any epoch of a user's dataset, from any of its batches, in the order of an uninterrupted run.
 
-`shuffle(seed=...)` draws another order each time that an iterator of the same object is started,
-for whatever reason, and nothing outside can set that count. So the stages after the sources and
-caches are made again for each epoch, with the order that each `shuffle` has drawn by then.
+`shuffle(seed=...)` draws a new order whenever an iterator of the same object is started, and that
+count cannot be set. So the stages after the sources and caches are made again for each epoch, with
+the order that each `shuffle` has in that epoch.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from kdpkit._internal.datasets import with_private_batches
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, as_written, rewriting
 from kdpkit.pipelines._stages import ASSIGNING, Stage, before, paths
 
-# Arguments that stages do not keep, or that let threads change the order.
+# Arguments that a stage does not store, or that let threads change the order.
 _ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _PHILOX = 1  # the algorithm of tf.data's random numbers
 
@@ -25,8 +25,8 @@ _PHILOX = 1  # the algorithm of tf.data's random numbers
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     """Return a dataset with the same epochs that can start at any batch of any of them.
 
-    The first iteration is that of a new program, also if this dataset was iterated before. Stages
-    with `deterministic=False` are in order.
+    The first epoch is that of a new program, even if this dataset was iterated before. Stages with
+    `deterministic=False` are in order.
 
     Raises:
         ValueError: The order depends on more than the program, or the length is unknown.
@@ -41,13 +41,13 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
         checks.fail(
             "The number of batches is unknown, which tells one epoch from the next.",
             last_stage=next(stage for stage in stages if not stage.is_hidden).label,
-            remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
-            "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
+            remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, where `batches "
+            "= sum(1 for _ in dataset)` counts them, or `.repeat()` if the dataset never ends.",
         )
     replay = _Replay(rewriting())
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
-        return replay.of(end, epoch, skipped).enumerate(skipped)
+        return replay.iteration(end, epoch, skipped).enumerate(skipped)
 
     counter = EpochCounter(batches=batches)
     options = tf.data.Options().merge(dataset.options())
@@ -75,7 +75,7 @@ def _seeds(stage: Stage) -> list[Any]:
     return [stage.setting("seed"), stage.setting("seed2")]
 
 
-# What another program's run cannot repeat: of which stages, why, and what to do instead.
+# What a resumed run cannot repeat: the condition for a stage, the reason, and the fix.
 _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
     (
         lambda stage: stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0],
@@ -98,12 +98,12 @@ _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
         "Pass further stages to `train_pipeline` as `prepare` or `augment`.",
     ),
     (
-        lambda stage: stage.keeps and any(one.shuffles for one in before(stage)),
+        lambda stage: stage.caches and any(earlier.shuffles for earlier in before(stage)),
         "keeps the order of whichever iterator was the first to fill it",
         "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
     ),
     (
-        lambda stage: any(one.draws or one.has_unseeded_order for one in stage.functions),
+        lambda stage: any(f.draws or f.has_unseeded_order for f in stage.functions),
         "draws random numbers that a resumed run cannot draw again",
         "Draw with `tf.random.stateless_*` from seeds in the data, as of "
         "`tf.data.Dataset.random(seed)`, in a layer of the model, or in "
@@ -115,7 +115,7 @@ _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
         "Use `Dataset.scan`, whose state is that of an iterator.",
     ),
     (
-        lambda stage: any(one.captures_datasets for one in stage.functions),
+        lambda stage: any(function.captures_datasets for function in stage.functions),
         "uses a dataset from outside of its function, whose order is not known here",
         "Make that dataset in the function.",
     ),
@@ -135,15 +135,20 @@ def _require_an_order(stages: list[Stage]) -> None:
 def _require_endless_repeats(end: Stage) -> None:
     """Raise for a `repeat` of a `shuffle` that ends, since it starts that once more at its end."""
     for stage, after in paths(end):
-        if stage.kind != "repeat" or not any(one.reshuffles for one in _all(stage)):
+        if stage.kind != "repeat" or not _reshuffles(stage):
             continue
-        if any(one.cardinality != tf.data.INFINITE_CARDINALITY for one in (end, stage, *after)):
+        lengths = {later.cardinality for later in (end, stage, *after)}
+        if lengths != {tf.data.INFINITE_CARDINALITY}:
             _reject(
                 stage,
                 "starts `shuffle` again in an epoch, and how often depends on what is read ahead",
-                "Track the dataset without `repeat` and `take`, or with an endless `repeat` alone, "
+                "Track the dataset without `repeat` and `take`, or with only an endless `repeat`, "
                 "and call `fit` with `steps_per_epoch`.",
             )
+
+
+def _reshuffles(end: Stage) -> bool:
+    return any(stage.reshuffles for stage in _all(end))
 
 
 def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
@@ -154,51 +159,48 @@ def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
     )
 
 
-# What is made again.
-
-
 class _Replay:
-    """Iterations of stages, made again; `traced` has users' functions traced as they were."""
+    """Makes stages again for an iteration; `trace` decorates users' functions, as `rewriting`."""
 
-    def __init__(self, traced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._traced = traced
+    def __init__(self, trace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._trace = trace
 
-    def of(
-        self, stage: Stage, iteration: tf.Tensor, skip: tf.Tensor | None = None
+    def iteration(
+        self, stage: Stage, number: tf.Tensor, skip: tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """Return an iteration of a stage, from the element after those that are skipped."""
+        """Return iteration `number` of a stage, without its first `skip` elements."""
         if not stage.inputs:
             return _after(stage.dataset, skip)
         if stage.kind == "cache":
-            return _after(_as_it_is(stage), skip)
-        if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
-            again = as_written(lambda number: self.of(stage.inputs[0], number))
-            return _after(tf.data.Dataset.counter().flat_map(again), skip)
+            return _after(_unchanged(stage), skip)
+        if stage.kind == "repeat" and _reshuffles(stage):
+            repetition = as_written(lambda index: self.iteration(stage.inputs[0], index))
+            return _after(tf.data.Dataset.counter().flat_map(repetition), skip)
         if stage.kind == "shuffle":
-            inner = self.of(stage.inputs[0], iteration)
-            return _after(_shuffled(stage, inner, iteration), skip)
+            inner = self.iteration(stage.inputs[0], number)
+            return _after(_shuffled(stage, inner, number), skip)
         if stage.kind == "assert_cardinality" and skip is not None:
             left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
-            return self.of(stage.inputs[0], iteration, skip).apply(left)
-        sooner = _skipped_before(stage, skip)
-        made = self._remade(stage, lambda one: self.of(Stage(one), iteration, sooner))
-        if made is None:
-            return _after(_as_it_is(stage), skip)
-        return made if sooner is not None else _after(made, skip)
+            return self.iteration(stage.inputs[0], number, skip).apply(left)
+        input_skip = _skip_of_inputs(stage, skip)
+        rebuilt = self._rebuilt(stage, lambda data: self.iteration(Stage(data), number, input_skip))
+        if rebuilt is None:
+            return _after(_unchanged(stage), skip)
+        return rebuilt if input_skip is not None else _after(rebuilt, skip)
 
-    def _remade(
-        self, stage: Stage, other: Callable[[tf.data.Dataset], tf.data.Dataset]
+    def _rebuilt(
+        self, stage: Stage, replace: Callable[[tf.data.Dataset], tf.data.Dataset]
     ) -> tf.data.Dataset | None:
-        """Return a stage on other inputs, with its threads in order; None if that is not known."""
+        """Return a stage on replaced inputs, in order; None if its arguments are not known."""
         dataset = stage.dataset
         if stage.kind == "options":
-            return other(stage.inputs[0].dataset)
+            return replace(stage.inputs[0].dataset)
 
-        def again(value: Any) -> Any:
+        def argument(value: Any) -> Any:
             if isinstance(value, tf.data.Dataset):
-                return other(value)
+                return replace(value)
             if not isinstance(value, tf.Tensor):
-                return self._traced(value._func) if hasattr(value, "_func") else value
+                return self._trace(value._func) if hasattr(value, "_func") else value
             known = tf.get_static_value(value)
             if known is None or value.dtype not in (tf.bool, tf.int64):
                 return value
@@ -206,26 +208,26 @@ class _Replay:
 
         arguments = {}
         for name, parameter in inspect.signature(type(dataset)).parameters.items():
-            kept = "_input_dataset" if name == "dataset" else f"_{name}"
-            value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
+            attribute = "_input_dataset" if name == "dataset" else f"_{name}"
+            value = _ARGUMENTS.get(name, getattr(dataset, attribute, parameter.default))
             if value is parameter.empty:
                 return None
             is_data = name in ("padding_values", "initial_state")  # whose type counts
-            arguments[name] = value if is_data else tf.nest.map_structure(again, value)
-        made = type(dataset)(**arguments)
-        return made if made.element_spec == dataset.element_spec else None
+            arguments[name] = value if is_data else tf.nest.map_structure(argument, value)
+        rebuilt = type(dataset)(**arguments)
+        return rebuilt if rebuilt.element_spec == dataset.element_spec else None
 
 
 def _after(dataset: tf.data.Dataset, skip: tf.Tensor | None) -> tf.data.Dataset:
     return dataset if skip is None else dataset.skip(skip)
 
 
-def _as_it_is(stage: Stage) -> tf.data.Dataset:
-    """Return the dataset of a stage that cannot be made again, and need not be."""
-    for one in _all(stage):
-        # An `interleave` does not keep `deterministic`.
-        is_interleave = "ParallelInterleave" in type(one.dataset).__name__
-        if one.reshuffles or is_interleave or one.argument("deterministic") == "false":
+def _unchanged(stage: Stage) -> tf.data.Dataset:
+    """Return the dataset of a stage whose order is the same in each iteration; else raise."""
+    for earlier in _all(stage):
+        # An `interleave` does not store whether it is deterministic.
+        is_interleave = "ParallelInterleave" in type(earlier.dataset).__name__
+        if earlier.reshuffles or is_interleave or earlier.argument("deterministic") == "false":
             _reject(
                 stage,
                 "cannot be made again, after a `shuffle` or with threads",
@@ -235,8 +237,8 @@ def _as_it_is(stage: Stage) -> tf.data.Dataset:
     return stage.dataset
 
 
-def _skipped_before(stage: Stage, skip: tf.Tensor | None) -> Any:
-    """Return how many elements its inputs can skip instead; None if it has to skip itself."""
+def _skip_of_inputs(stage: Stage, skip: tf.Tensor | None) -> Any:
+    """Return how many elements the inputs can skip instead; None if the stage has to skip."""
     if skip is None:
         return None
     if stage.kind in ("batch", "padded_batch"):
@@ -246,7 +248,7 @@ def _skipped_before(stage: Stage, skip: tf.Tensor | None) -> Any:
 
 
 def _shuffled(stage: Stage, inner: tf.data.Dataset, iteration: tf.Tensor) -> tf.data.Dataset:
-    """Shuffle in the order that one of the iterations of a `shuffle` has.
+    """Shuffle in the order of one iteration of a `shuffle`.
 
     Each iteration takes the next two numbers of a generator as its seeds (`RandomSeedGenerator` in
     tensorflow/core/data/random_seed_generator of TensorFlow 2.20 and 2.21); here they are computed

@@ -35,7 +35,7 @@ def lint(
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> list[Finding]:
-    """Find mistakes in a pipeline from its stages alone; nothing is run.
+    """Find mistakes in a pipeline by reading its stages; nothing is run.
 
     Each finding has a level: `"error"` raises in `fit`, `"wrong"` trains something other than what
     was meant, `"slow"` wastes time, and `"note"` may be as you want it. A pipeline that has only
@@ -121,16 +121,16 @@ class _Pipeline:
         position = ""
         if stage in self.line:
             position = f", stage {self.line.index(stage) + 1} of {len(self.line)}"
-        place = stage.functions[0].place if stage.functions else ""
-        return stage.label + position + (place and f", {place}")
+        location = stage.functions[0].location if stage.functions else ""
+        return stage.label + position + (location and f", {location}")
 
     def following(self, stage: Stage) -> tuple[Stage, ...]:
         """Return the stages of the line that follow one of it."""
         return self.line[self.line.index(stage) + 1 :]
 
 
-_Found: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
-_Rule: TypeAlias = Callable[[_Pipeline], _Found]
+_Faults: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
+_Rule: TypeAlias = Callable[[_Pipeline], _Faults]
 _RULES: dict[str, _Rule] = {}
 _TRAINING_RULES: dict[str, _Rule] = {}
 
@@ -148,7 +148,7 @@ def _first(stages: Iterable[Stage], *kinds: str) -> Stage | None:
 
 
 @_rule("batched-twice")
-def _batched_twice(pipeline: _Pipeline) -> _Found:
+def _batched_twice(pipeline: _Pipeline) -> _Faults:
     for batch, _ in pipeline.of(*_COPYING):
         inner = maker(batch.inputs[0])
         if makes_batches(inner):
@@ -160,7 +160,7 @@ def _batched_twice(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("not-batched")
-def _not_batched(pipeline: _Pipeline) -> _Found:
+def _not_batched(pipeline: _Pipeline) -> _Faults:
     specs = tf.nest.flatten(pipeline.dataset.element_spec)
     has_numbers = any(getattr(spec, "shape", None) == () for spec in specs)
     if has_numbers and not any(stage.kind in _BATCHES for stage, _ in pipeline.stages):
@@ -172,7 +172,7 @@ def _not_batched(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("shuffle-before-cache", training=True)
-def _shuffle_before_cache(pipeline: _Pipeline) -> _Found:
+def _shuffle_before_cache(pipeline: _Pipeline) -> _Faults:
     for cache, after in pipeline.of(*_CACHES):
         shuffle = next((stage for stage in before(cache) if stage.shuffles), None)
         if shuffle is not None and not any(stage.shuffles for stage in after):
@@ -185,7 +185,7 @@ def _shuffle_before_cache(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("random-before-cache", training=True)
-def _random_before_cache(pipeline: _Pipeline) -> _Found:
+def _random_before_cache(pipeline: _Pipeline) -> _Faults:
     remedy = "Move this stage after the cache, and leave before it what is the same each time."
     for cache, _ in pipeline.of(*_CACHES):
         for stage in before(cache):
@@ -198,7 +198,7 @@ def _random_before_cache(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("repeat-before-cache")
-def _repeat_before_cache(pipeline: _Pipeline) -> _Found:
+def _repeat_before_cache(pipeline: _Pipeline) -> _Faults:
     for cache, _ in pipeline.of(*_CACHES):
         repeat = _first(line(cache), "repeat")
         level, problem = "slow", ""
@@ -218,7 +218,7 @@ def _repeat_before_cache(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("batch-before-shuffle", training=True)
-def _batch_before_shuffle(pipeline: _Pipeline) -> _Found:
+def _batch_before_shuffle(pipeline: _Pipeline) -> _Faults:
     batch = _first(reversed(pipeline.line), *_BATCHES)
     following = pipeline.following(batch) if batch else ()
     shuffle = _first(following, "shuffle")
@@ -235,7 +235,7 @@ def _batch_before_shuffle(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("small-shuffle", training=True)
-def _small_shuffle(pipeline: _Pipeline) -> _Found:
+def _small_shuffle(pipeline: _Pipeline) -> _Faults:
     remedy = (
         "Use a buffer of the size of the data, or of as many examples as memory allows; or shuffle "
         "the data once beforehand."
@@ -259,10 +259,12 @@ def _small_shuffle(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("split-after-shuffle")
-def _split_after_shuffle(pipeline: _Pipeline) -> _Found:
+def _split_after_shuffle(pipeline: _Pipeline) -> _Faults:
     for split, _ in pipeline.of("skip", "take"):
-        shuffle = next((one for one in before(split) if one.reshuffles), None)
-        if shuffle is None or any(one.keeps or one.kind == "repeat" for one in before(split)):
+        shuffle = next((stage for stage in before(split) if stage.reshuffles), None)
+        if shuffle is None or any(
+            stage.caches or stage.kind == "repeat" for stage in before(split)
+        ):
             continue
         yield (
             "wrong" if split.kind == "skip" else "note",
@@ -279,7 +281,7 @@ def _split_after_shuffle(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("repeat", training=True)
-def _repeat(pipeline: _Pipeline) -> _Found:
+def _repeat(pipeline: _Pipeline) -> _Faults:
     repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
     is_known = pipeline.epochs is not None
     if pipeline.steps is not None:
@@ -306,7 +308,7 @@ def _repeat(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("runs-out", training=True)
-def _runs_out(pipeline: _Pipeline) -> _Found:
+def _runs_out(pipeline: _Pipeline) -> _Faults:
     batches, steps, epochs = pipeline.length, pipeline.steps, pipeline.epochs
     if steps is None or batches is None or batches <= 0:
         return
@@ -324,7 +326,7 @@ def _runs_out(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("short-batch", training=True)
-def _short_batch(pipeline: _Pipeline) -> _Found:
+def _short_batch(pipeline: _Pipeline) -> _Faults:
     batch = _first(reversed(pipeline.line), *_BATCHES)
     if batch is None or batch.kind not in _COPYING or not batch.inputs:
         return
@@ -348,27 +350,27 @@ def _short_batch(pipeline: _Pipeline) -> _Found:
 # What makes training wait, unless a cache after it makes it happen once.
 
 
-def _is_kept(after: tuple[Stage, ...]) -> bool:
-    return any(one.keeps for one in after)
+def _is_cached(after: tuple[Stage, ...]) -> bool:
+    return any(stage.caches for stage in after)
 
 
 @_rule("python")
-def _python(pipeline: _Pipeline) -> _Found:
-    problem = "It calls Python, one call at a time, which also holds up the training step's own."
+def _python(pipeline: _Pipeline) -> _Faults:
+    problem = "It calls Python, one call at a time, which also holds up that of the training step."
     remedy = (
         "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or cache "
         "its result."
     )
     for stage, after in pipeline.stages:
         inner = paths(Stage(stage.dataset._epochs)) if stage.kind == "train_pipeline" else ()
-        calls = stage.calls_python or any(one.calls_python for one, _ in inner)
-        if calls and not _is_kept(after):
+        calls = stage.calls_python or any(each.calls_python for each, _ in inner)
+        if calls and not _is_cached(after):
             yield "slow", stage, problem, remedy
 
 
 @_rule("overwritten-arrays")
-def _overwritten_arrays(pipeline: _Pipeline) -> _Found:
-    """Look for batches that are still arrays of Python's when replicas split them."""
+def _overwritten_arrays(pipeline: _Pipeline) -> _Faults:
+    """Look for batches that are still arrays from Python when replicas split them."""
     for stage, after in pipeline.stages:
         if pipeline.replicas > 1 and stage.calls_python and not _first(after, *_COPYING):
             yield (
@@ -383,12 +385,12 @@ def _overwritten_arrays(pipeline: _Pipeline) -> _Found:
 
 
 @_rule("serial-map")
-def _serial_map(pipeline: _Pipeline) -> _Found:
+def _serial_map(pipeline: _Pipeline) -> _Faults:
     """Look for a function with a state, which TensorFlow does not call in parallel by itself."""
     problem = "It makes one element after the other, on one core."
     remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
-        is_stateful = any(one.is_stateful for one in stage.functions)
+        is_stateful = any(function.is_stateful for function in stage.functions)
         is_parallel = "Parallel" in type(stage.dataset).__name__
-        if is_stateful and not (is_parallel or stage.calls_python or _is_kept(after)):
+        if is_stateful and not (is_parallel or stage.calls_python or _is_cached(after)):
             yield "slow", stage, problem, remedy

@@ -19,18 +19,17 @@ _TRIES = 3  # the fastest counts, as others were disturbed
 def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     """Return the stage that adds most time to a batch, such as `"map(decode)"`.
 
-    The pipeline is run up to each of its stages, without tf.data's tuning, since dropping a tuned
-    iterator can stall for up to a minute; what a stage takes longer than the one before is its
-    cost. Work done in parallel or ahead of time counts as far as the consumer waits for it.
-    Combined datasets (`zip`), opened files (`interleave`) and everything before them are one stage,
-    and so is a `train_pipeline`. A stage after a `shuffle` whose buffer takes too long to fill is
-    not measured.
+    The pipeline runs up to each of its stages, and the cost of a stage is the time that it adds.
+    (tf.data's tuning is off, as ending a tuned iterator can stall for up to a minute.) Work in
+    parallel or ahead of time counts as far as the consumer waits for it. Combined datasets (`zip`),
+    opened files (`interleave`) and everything before them are one stage, and so is a
+    `train_pipeline`. A stage after a `shuffle` whose buffer fills too slowly is not measured.
 
     Args:
         dataset: The dataset for `fit`, with one element at least.
         seconds: Total time to measure; longer if three elements of each stage take longer.
     """
-    measured: list[tuple[Stage, int]] = []  # and its elements in one of the last
+    measured: list[tuple[Stage, int]] = []  # a stage, and its elements in one batch
     end = Stage(dataset)
     joined, elements = _joined(end), 1
     for stage in reversed(line(end)):
@@ -41,17 +40,20 @@ def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     each = seconds / (len(measured) + 1)
     clock = _seconds(tf.data.Dataset.from_tensors(0).repeat(), min(each, _CLOCK_SECONDS))
     costs = []
-    earlier = 0.0  # seconds for an element of the last stage
+    earlier = 0.0  # seconds that a batch takes up to the stage before
     for stage, elements in measured:
         if stage.kind == "shuffle":
-            filled, available = int(stage.setting("buffer_size") or 0), stage.inputs[0].cardinality
+            buffered, available = (
+                int(stage.setting("buffer_size") or 0),
+                stage.inputs[0].cardinality,
+            )
             if available is not None and available >= 0:
-                filled = min(filled, available)
-            if filled * earlier / elements > each:
+                buffered = min(buffered, available)
+            if buffered * earlier / elements > each:
                 break
-        spent = max(0.0, (_seconds(stage.dataset, each) - clock) * elements)
-        costs.append((spent - earlier, stage.label))
-        earlier = spent
+        total = max(0.0, (_seconds(stage.dataset, each) - clock) * elements)
+        costs.append((total - earlier, stage.label))
+        earlier = total
     return max(costs)[1] if costs else None
 
 

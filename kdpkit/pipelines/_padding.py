@@ -1,12 +1,14 @@
 """Batches padded to one size, with weights that exclude the padding."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.pipelines._epochs import as_written
-from kdpkit.pipelines._transforms import Transform
+
+Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
 def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Transform:
@@ -51,12 +53,12 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
             count, size, message="A batch has more examples than `global_batch_size`."
         )
         with tf.control_dependencies([check]):
-            source = tf.minimum(tf.range(size), count - 1)
+            indices = tf.minimum(tf.range(size), count - 1)
         real = tf.cast(tf.range(size) < count, tf.float32)
         if mode == "train":
             real *= size / tf.cast(count, tf.float32)
-        x, y, weight = (_taken(part, source) for part in (x, y, weight))
-        return x, y, _weighted(weight, real)
+        x, y, weight = (_gather(part, indices) for part in (x, y, weight))
+        return x, y, _multiply(weight, real)
 
     return lambda batches: batches.map(pad, num_parallel_calls=tf.data.AUTOTUNE)
 
@@ -105,13 +107,13 @@ def _dense(part: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
     return part.to_tensor() if isinstance(part, tf.RaggedTensor) else part
 
 
-def _taken(nest: Any, source: tf.Tensor) -> Any:
+def _gather(nest: Any, indices: tf.Tensor) -> Any:
     if nest is None:
         return None
-    return tf.nest.map_structure(lambda part: tf.gather(_dense(part), source), nest)
+    return tf.nest.map_structure(lambda part: tf.gather(_dense(part), indices), nest)
 
 
-def _weighted(weight: Any, real: tf.Tensor) -> Any:
+def _multiply(weight: Any, real: tf.Tensor) -> Any:
     """Multiply each weight, of any rank, by its example's entry of `real`."""
     if weight is None:
         return real

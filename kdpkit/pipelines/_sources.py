@@ -37,7 +37,7 @@ def interleave_files(
     >>> [line.numpy().decode() for line in lines]
     ['first of a', 'first of b', 'second of a', 'second of b']
     """
-    files = _matching(pattern)
+    files = _files_matching(pattern)
     return tf.data.Dataset.from_tensor_slices(files).interleave(
         reader,
         cycle_length=min(checks.integer("files_at_once", files_at_once), len(files)),
@@ -46,16 +46,16 @@ def interleave_files(
     )
 
 
-def _matching(pattern: Paths) -> list[str]:
+def _files_matching(pattern: Paths) -> list[str]:
     """Return the files that globs match, sorted within each glob."""
-    several = [pattern] if isinstance(pattern, (str, os.PathLike)) else list(pattern)
-    if not several:
+    patterns = [pattern] if isinstance(pattern, (str, os.PathLike)) else list(pattern)
+    if not patterns:
         checks.fail("`pattern` names no file.", pattern=pattern)
     files: list[str] = []
-    for part in map(os.fspath, map(storage.path, several)):
-        with storage.reporting(part):
-            found = sorted(tf.io.gfile.glob(part))
-        if not found:
-            checks.fail_for_file("No file matches", part, remedy="Check the path or the pattern.")
-        files += found
+    for glob in map(os.fspath, map(storage.path, patterns)):
+        with storage.reporting(glob):
+            matches = sorted(tf.io.gfile.glob(glob))
+        if not matches:
+            checks.fail_for_file("No file matches", glob, remedy="Check the path or the pattern.")
+        files += matches
     return files

@@ -81,7 +81,7 @@ class Function:
         return str(getattr(self.call, "__name__", "")).strip("<>")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where the user defined it, such as `"line 12 of train.py"`; empty if unknown."""
         function = self.call and inspect.unwrap(self.call)
         code = getattr(function, "__code__", None)
@@ -139,7 +139,7 @@ class Stage:
         if isinstance(self.dataset, TrainDataset):
             return "train_pipeline"
         kind = _kind_of(self.dataset)
-        makes_generator = any("GeneratorDataset" in one.ops for one in self.functions)
+        makes_generator = any("GeneratorDataset" in function.ops for function in self.functions)
         return "from_generator" if kind == "flat_map" and makes_generator else kind
 
     @functools.cached_property
@@ -151,14 +151,14 @@ class Stage:
         if isinstance(self.dataset, TrainDataset):  # its graph hides its source
             return (Stage(self.dataset.examples),)
         inputs = getattr(self.dataset, "_data_inputs", None) or self.dataset._inputs()
-        kinds = [_kind_of(one) for one in inputs]
+        kinds = [_kind_of(dataset) for dataset in inputs]
         if self.kind == "from_generator" or (
             self.kind == "TFRecordDataset" and kinds == ["from_tensor_slices"]
         ):
             return ()
         # `unbatch`, `rebatch` and `snapshot` add a map of their own.
         is_hidden = self.kind == "restructured" and kinds == ["map"]
-        return tuple(Stage(one, is_hidden=is_hidden) for one in inputs)
+        return tuple(Stage(dataset, is_hidden=is_hidden) for dataset in inputs)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -193,7 +193,7 @@ class Stage:
         return self.kind == "from_generator" or self.runs(PYTHON)
 
     @property
-    def keeps(self) -> bool:
+    def caches(self) -> bool:
         return self.kind in ("cache", "snapshot")
 
     @property
@@ -244,7 +244,7 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
 
 def before(stage: Stage) -> Iterator[Stage]:
     """Yield all stages before a stage."""
-    return (one for each in stage.inputs for one, _ in paths(each))
+    return (earlier for end in stage.inputs for earlier, _ in paths(end))
 
 
 def maker(stage: Stage) -> Stage:
@@ -341,7 +341,7 @@ def _has_unseeded_order(nodes: Any) -> bool:
     }
     for node in nodes:
         first = _SEEDS_OF.get(node.op)
-        names = [] if first is None else [one.partition(":")[0] for one in node.input[first:][:2]]
+        names = [] if first is None else [name.partition(":")[0] for name in node.input[first:][:2]]
         if names and zeros.issuperset(names):
             return True
     return False

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.pipelines._epochs import as_written
-from kdpkit.pipelines._transforms import Transform
+from kdpkit.pipelines._padding import Transform
 
 if TYPE_CHECKING:
     import keras_hub
@@ -28,7 +28,7 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
     Raises:
         ValueError: There are no lines, or `size` is too small for the special tokens.
     """
-    import keras_hub  # here: the other pipelines work without it
+    import keras_hub  # imported here because the other pipelines work without it
 
     size = checks.integer("size", size, minimum=len(_SPECIAL) + 1)
     texts = list(lines)
@@ -211,12 +211,12 @@ def mask_tokens(tokenizer: Tokenizer, *, rate: float = 0.15) -> Callable[..., Ma
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
         length = tokens.shape[-1]
-        room = max(math.ceil(rate * (length - 2)), 1)  # for a full sequence
-        draws = _draws(tokens, length + 2 * room, seed)
-        features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
+        slots = max(math.ceil(rate * (length - 2)), 1)  # as many as a full sequence needs
+        draws = _draws(tokens, length + 2 * slots, seed)
+        features, labels, weights = _masked(tokens, draws, tokenizer, rate, slots)
         if seed is not None:
-            slots_in_all = tf.cast(tf.size(weights), tf.float32)
-            weights *= tf.math.divide_no_nan(slots_in_all, tf.reduce_sum(weights))
+            all_slots = tf.cast(tf.size(weights), tf.float32)
+            weights *= tf.math.divide_no_nan(all_slots, tf.reduce_sum(weights))
         return features, labels, weights
 
     return mask
@@ -227,8 +227,8 @@ def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None
     if seed is not None:
         return tf.random.stateless_uniform([tf.shape(tokens)[0], count], seed)
 
-    def from_tokens(own: tf.Tensor) -> tf.Tensor:
-        text = tf.strings.reduce_join(tf.strings.as_string(own), separator=" ")
+    def from_tokens(sequence: tf.Tensor) -> tf.Tensor:
+        text = tf.strings.reduce_join(tf.strings.as_string(sequence), separator=" ")
         seed = tf.stack([tf.strings.to_hash_bucket_fast(text, 1 << 62), 0])
         return tf.random.stateless_uniform([count], seed)
 
@@ -236,23 +236,23 @@ def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None
 
 
 def _masked(
-    tokens: tf.Tensor, draws: tf.Tensor, tokenizer: Tokenizer, rate: float, room: int
+    tokens: tf.Tensor, draws: tf.Tensor, tokenizer: Tokenizer, rate: float, slots: int
 ) -> Masked:
     """Mask sequences: draw which tokens, then how each is masked, then the random tokens."""
     count, length = tf.shape(tokens)[0], tokens.shape[-1]
-    order, fate, stand_in = tf.split(draws, [length, room, room], axis=1)
+    order, method, random_token = tf.split(draws, [length, slots, slots], axis=1)
     special = tf.constant(tokenizer.special_token_ids, tokens.dtype)
     ordinary = tf.reduce_all(tokens[:, :, tf.newaxis] != special, axis=-1)
-    wanted = tf.math.ceil(rate * tf.reduce_sum(tf.cast(ordinary, tf.float32), axis=1))
-    chosen = tf.range(room) < tf.cast(wanted, tf.int32)[:, tf.newaxis]
-    positions = tf.math.top_k(tf.where(ordinary, order, -1.0), room).indices
+    to_predict = tf.math.ceil(rate * tf.reduce_sum(tf.cast(ordinary, tf.float32), axis=1))
+    chosen = tf.range(slots) < tf.cast(to_predict, tf.int32)[:, tf.newaxis]
+    positions = tf.math.top_k(tf.where(ordinary, order, -1.0), slots).indices
     positions = tf.where(chosen, positions, 0)
     originals = tf.gather(tokens, positions, batch_dims=1)
-    drawn = tf.cast(stand_in * tokenizer.vocabulary_size(), tokens.dtype)
+    drawn = tf.cast(random_token * tokenizer.vocabulary_size(), tokens.dtype)
     mask_id = tf.constant(tokenizer.mask_token_id, tokens.dtype)
-    replaced = tf.where(fate < 0.8, mask_id, tf.where(fate < 0.9, drawn, originals))
-    indices = tf.stack([tf.repeat(tf.range(count), room), tf.reshape(positions, [-1])], axis=1)
-    # Added, not set: unused slots have position 0, which may also be chosen.
+    replaced = tf.where(method < 0.8, mask_id, tf.where(method < 0.9, drawn, originals))
+    indices = tf.stack([tf.repeat(tf.range(count), slots), tf.reshape(positions, [-1])], axis=1)
+    # Changes are added, since unused slots have position 0, which may also be chosen.
     changes = tf.reshape(tf.where(chosen, replaced - originals, 0), [-1])
     features = {
         "token_ids": tf.tensor_scatter_nd_add(tokens, indices, changes),

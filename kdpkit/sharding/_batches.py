@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdpkit._internal import checks, shards
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -17,11 +17,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def by_examples(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that splits an array along its first axis, the examples.
+    """Return the sharding that divides an array along its first axis, the examples.
 
-    The parts have to be equally large. Devices that share a model have the same examples.
+    The devices must divide their number. Devices that share a model have the same examples.
 
-    >>> from kdpkit.sharding import data_mesh
+    >>> from kdpkit.sharding._meshes import data_mesh
     >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
     >>> [shard.data.shape for shard in x.addressable_shards]
     [(2,), (2,)]
@@ -32,7 +32,7 @@ def by_examples(mesh: Mesh) -> NamedSharding:
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Put a batch of any size on the devices, for a program that calls `split_examples`.
 
-    A batch that the devices divide is sharded; any other is replicated.
+    If the devices divide its examples each gets a part, otherwise each gets the complete batch.
     """
     return _placed(batch, mesh, examples=num_examples(batch), sharded=by_examples(mesh))
 
@@ -48,8 +48,8 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) ->
     count = shards.batch_shards(mesh)
     if jax.process_count() == 1:
         return jax.device_put(batch, replicated(mesh) if examples % count else sharded)
-    own_devices, rest = divmod(count, jax.process_count())
-    if rest or not own_devices:
+    local_devices, rest = divmod(count, jax.process_count())
+    if rest or not local_devices:
         checks.fail(
             "With several processes each has examples of its own, and so devices that share the "
             "model must be of one process.",
@@ -57,11 +57,11 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) ->
             processes=jax.process_count(),
             remedy="Use a smaller `model`.",
         )
-    if examples % own_devices:
+    if examples % local_devices:
         checks.fail(
             "With several processes each must pass a number of examples that its devices divide.",
             examples=examples,
-            devices_of_this_process=own_devices,
+            devices_of_this_process=local_devices,
             remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
         )
     return jax.tree.map(
@@ -70,22 +70,20 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) ->
 
 
 def split_examples(batch: Any, mesh: Mesh) -> Any:
-    """Shard the work on a batch of any size along its examples, inside `jax.jit`.
+    """Have the devices divide the work on a batch of any size, inside `jax.jit`.
 
-    JAX does not accept unevenly sharded arrays as inputs of a program. Inside it, XLA splits into
-    shards of ceil(examples / devices), the last ones smaller or empty, and computes what one device
-    would, batch statistics included. Outside `jax.jit` an uneven batch stays replicated: every
-    device computes with all of it.
-
-    Where devices share a model, an uneven batch is split over all of them.
+    A batch that the devices do not divide enters a program complete, on every device, as JAX
+    accepts no unevenly sharded inputs. Inside the program XLA divides it: into shards of
+    ceil(examples / devices), the last ones smaller or empty, with the results of one device.
+    Outside `jax.jit` this changes nothing.
     """
-    # docs/upstream/xla_adds_up_padding.md
-    each = by_examples(mesh)
-    of_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    even = by_examples(mesh)
+    # Devices that share a model divide it too: docs/upstream/xla_adds_up_padding.md
+    uneven = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def split(part: Any) -> Any:
         is_even = part.shape[0] % shards.batch_shards(mesh) == 0
-        return jax.lax.with_sharding_constraint(part, each if is_even else of_all)
+        return jax.lax.with_sharding_constraint(part, even if is_even else uneven)
 
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
     return jax.tree.map(split, batch) if is_traced else batch

@@ -1,4 +1,4 @@
-"""Distributions for Keras on JAX: of batches, of large variables, and of the layers' work."""
+"""Distributions for Keras on JAX, of batches and of large variables."""
 
 import contextlib
 import re
@@ -7,33 +7,35 @@ from typing import Any, Literal
 
 import jax
 import keras
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from kdpkit._internal import checks, shards
 from kdpkit.sharding import _layouts
+from kdpkit.sharding._layouts import describe as describe
 from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh
 
 
 class DataParallel(keras.distribution.DataParallel):
-    """Keras' data parallelism over the devices of `data_mesh`, with separate data per process.
+    """Keras' `DataParallel` on JAX: the devices share each batch, and on request the variables.
 
-    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
+    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`. With
+    several processes each one passes its own examples.
 
-    With `shard`, each device keeps a part of every large variable. The result is that of one
-    device, as without. Each weight is gathered when the model uses it, so a step of `fit` or of
-    `kdpkit.training.TrainingLoop` holds a few complete ones at a time. Variables of fewer than
-    4,096 numbers, and those of which the devices divide no axis, are replicated; of the latter a
-    warning tells, once; `kdpkit plan --memory` works out the bytes. With several processes see
+    With `shard`, each device keeps only a part of every large variable, to save memory; training
+    gives the same result. A weight is gathered from all devices when the model uses it, so a step
+    holds a few complete weights at a time. Variables of fewer than 4,096 numbers stay complete, and
+    so do those without an axis that the devices divide, for which there is one warning. `kdpkit
+    plan --memory` computes the bytes. To save such a model in several processes see
     `gathered_on_read`.
 
     Args:
-        devices: As for `data_mesh`.
-        shard: What is sharded over the devices: nothing (`"none"`), the optimizer's variables
-            (`"optimizer"`; ZeRO-1, Rajbhandari et al. 2020), or the weights as well (`"weights"`;
-            ZeRO-3, FSDP).
+        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
+            all devices of all processes.
+        shard: What the devices share: `"none"`, the variables of the optimizer (`"optimizer"`;
+            ZeRO-1, Rajbhandari et al. 2020), or the weights too (`"weights"`; ZeRO-3, FSDP).
 
     Raises:
-        ValueError: `shard` is something else; or devices as for `data_mesh`.
+        ValueError: `shard` is something else; more devices than available, none, or one twice.
 
     >>> with DataParallel(2, shard="weights").scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
@@ -48,16 +50,12 @@ class DataParallel(keras.distribution.DataParallel):
         shard: Literal["none", "optimizer", "weights"] = "none",
     ) -> None:
         checks.backend("`DataParallel`", "jax")
-        checks.one_of("shard", shard, shards.KINDS)
         mesh = data_mesh(devices)
-        names = [f"{d.platform}:{d.id}" for d in mesh.devices.flat]
         super().__init__(
-            device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
+            device_mesh=_device_mesh([*mesh.devices.flat], {BATCH_AXIS: mesh.size}),
             auto_shard_dataset=False,
         )
-        self.shards = shards.Shards(shard, mesh)
-        if shard != "none":
-            shards.let_keras_shard()
+        self.shards = _shards(shard, mesh)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -65,7 +63,7 @@ class DataParallel(keras.distribution.DataParallel):
         return int(self.device_mesh.devices.size)
 
     def __str__(self) -> str:
-        """Describe in one line the devices over which it shards batches.
+        """Describe in one line the devices that share a batch.
 
         >>> print(DataParallel(2))
         DataParallel: 2 replicas on cpu:0, cpu:1
@@ -83,31 +81,31 @@ class DataParallel(keras.distribution.DataParallel):
 
 
 class ModelParallel(keras.distribution.ModelParallel):
-    """Tensor parallelism for any Keras model: groups of devices that share its weights.
+    """Train a model that is too large for one device: groups of devices share its weights.
 
-    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`. The
-    devices are a mesh of two axes, `"batch"` and `"model"`: batches are sharded over the first, and
-    every large weight over the second, as in Megatron (Shoeybi et al. 2019). Along which axis is
-    found when a variable is made, from its shape and its layer, and needs no names; the result is
-    that of one device. What cannot be shared, such as a single key head, stays complete: `describe`
-    shows it.
+    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`. It
+    works for any Keras model, and training gives the result of one device. The devices form a mesh
+    of two axes: the groups along `"batch"` share each batch, and the devices of a group, along
+    `"model"`, share every large weight (tensor parallelism as in Megatron, Shoeybi et al. 2019).
+    The axis of a weight to share follows from its shape and its layer. A weight that cannot be
+    shared stays complete on each device; `describe` shows which.
 
-    Keras makes large variables in parts, each on its device, so a model may be built that fits on
-    no single one. An optimizer's variables are sharded as their weights are. With `replica_exact`
-    batches of any size may be trained on, as with `kdpkit.training.TrainingLoop`.
+    Variables are created in parts, each on its device, so a model may be built that no single
+    device could hold. The variables of the optimizer are shared as their weights are. Batches may
+    have any size with `replica_exact` and `kdpkit.training.TrainingLoop`.
 
     Args:
-        devices: As for `data_mesh`.
-        model: How many devices share the model; it divides their number. A batch is sharded over
+        devices: As for `DataParallel`.
+        model: How many devices share the model; it divides their number. A batch is shared by
             `devices / model` groups.
-        layout_map: Layouts of your own, by patterns that match the complete paths of variables
+        layout_map: Layouts of your own, by patterns that match the complete path of a variable
             (`{"decoder/.*/kernel": (None, "model")}`); they take precedence.
-        shard: What is sharded over the groups besides, as for `DataParallel`.
+        shard: What the groups share too, as for `DataParallel`.
 
     Raises:
         ValueError: `model` does not divide the devices, an axis of `layout_map` is unknown, or
-            `shard` is something else; or devices as for `data_mesh`. By `replica_exact` and
-            `TrainingLoop`, if a pattern of `layout_map` matches nothing.
+            `shard` is something else; or devices as for `DataParallel`. `replica_exact` and
+            `TrainingLoop` raise if a pattern of `layout_map` matches nothing.
 
     >>> with ModelParallel(4, model=2).scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
@@ -124,7 +122,6 @@ class ModelParallel(keras.distribution.ModelParallel):
         shard: Literal["none", "optimizer", "weights"] = "none",
     ) -> None:
         checks.backend("`ModelParallel`", "jax")
-        checks.one_of("shard", shard, shards.KINDS)
         chosen = [*data_mesh(devices).devices.flat]
         if len(chosen) % checks.integer("model", model):
             checks.fail(
@@ -132,24 +129,19 @@ class ModelParallel(keras.distribution.ModelParallel):
                 model=model,
                 devices=len(chosen),
             )
-        device_mesh = keras.distribution.DeviceMesh(
-            (len(chosen) // model, model),
-            [BATCH_AXIS, MODEL_AXIS],
-            [f"{d.platform}:{d.id}" for d in chosen],
-        )
+        axes = {BATCH_AXIS: len(chosen) // model, MODEL_AXIS: model}
+        device_mesh = _device_mesh(chosen, axes)
         super().__init__(
-            layout_map=_own_layouts(layout_map or {}, device_mesh),
+            layout_map=_checked_layouts(layout_map or {}, device_mesh),
             batch_dim_name=BATCH_AXIS,
             auto_shard_dataset=False,
         )
-        self.shards = shards.Shards(shard, device_mesh.backend_mesh)
+        self.shards = _shards(shard, device_mesh.backend_mesh)
         self._layouts = _layouts.Layouts(model)
-        if shard != "none":
-            shards.let_keras_shard()
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of groups that have examples of their own, named as in `tf.distribute`."""
+        """The number of groups that share a batch, named as in `tf.distribute`."""
         return int(self.device_mesh.shape[0])
 
     def __str__(self) -> str:
@@ -167,14 +159,13 @@ class ModelParallel(keras.distribution.ModelParallel):
         )
 
     def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
-        """Return how Keras places a new variable: as you say, or as is found."""
-        given = getattr(variable, "_layout", None) or self._given(variable)
-        if given is not None:
-            return given
-        return self._found(*_layouts.layers_of(variable), variable)
+        """Return how Keras places a new variable: by `layout_map`, or by its shape and layer."""
+        layout = getattr(variable, "_layout", None) or self._layout_from_map(variable)
+        if layout is not None:
+            return layout
+        return self._layout_from_shape(*_layouts.layers_of(variable), variable)
 
-    def _given(self, variable: keras.Variable) -> keras.distribution.TensorLayout | None:
-        """Return a layout of the user's."""
+    def _layout_from_map(self, variable: keras.Variable) -> keras.distribution.TensorLayout | None:
         layout = self._layout_map[variable.path]
         if layout is not None and len(layout.axes) != len(variable.shape):
             checks.fail(
@@ -185,7 +176,7 @@ class ModelParallel(keras.distribution.ModelParallel):
             )
         return layout
 
-    def _found(
+    def _layout_from_shape(
         self, layer: Any, parent: Any, variable: keras.Variable
     ) -> keras.distribution.TensorLayout:
         axis = self._layouts.axis(layer, variable.name, variable.shape, parent)
@@ -194,7 +185,7 @@ class ModelParallel(keras.distribution.ModelParallel):
         return shards.layout(self, placement, len(variable.shape))
 
     def lay_out(self, model: keras.Model) -> None:
-        """Shard what a model and its optimizer have that was built before; check `layout_map`.
+        """Check `layout_map`, and shard variables that were created before it was set.
 
         `replica_exact` and `TrainingLoop` call it.
         """
@@ -207,82 +198,76 @@ class ModelParallel(keras.distribution.ModelParallel):
     def layouts_of(
         self, model: keras.Model
     ) -> list[tuple[keras.Variable, keras.distribution.TensorLayout]]:
-        """Return the layouts of variables that have none on these devices."""
-        missing = [
-            (variable, self._given(variable) or self._found(layer, model, variable))
+        """Return layouts for the variables that have none on these devices."""
+        layouts = [
+            (
+                variable,
+                self._layout_from_map(variable) or self._layout_from_shape(layer, model, variable),
+            )
             for layer in model._flatten_layers()
             for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
             if not self._has_layout(variable)
         ]
         if getattr(model, "optimizer", None):
-            missing += [
-                (variable, of_weight)
+            layouts += [
+                (variable, layout)
                 for variable in model.optimizer.variables
-                for weight, of_weight in missing
-                if not self._has_layout(variable) and _layouts.is_of_weight(variable, weight)
+                for weight, layout in layouts
+                if not self._has_layout(variable) and _layouts.is_for_weight(variable, weight)
             ]
-        return missing
+        return layouts
 
     def _has_layout(self, variable: keras.Variable) -> bool:
         placement = getattr(variable._layout, "backend_layout", variable._layout)
         return placement is not None and placement.mesh == self.shards.mesh
 
 
-def _own_layouts(
+def _device_mesh(devices: Sequence[jax.Device], axes: dict[str, int]) -> Any:
+    names = [f"{device.platform}:{device.id}" for device in devices]
+    return keras.distribution.DeviceMesh((*axes.values(),), [*axes], names)
+
+
+def _shards(shard: str, mesh: Mesh) -> shards.Shards:
+    checks.one_of("shard", shard, shards.KINDS)
+    if shard != "none":
+        shards.let_keras_shard()
+    return shards.Shards(shard, mesh)
+
+
+def _checked_layouts(
     layout_map: Mapping[str, Any], device_mesh: keras.distribution.DeviceMesh
 ) -> keras.distribution.LayoutMap:
     if not isinstance(layout_map, Mapping):
         checks.fail("`layout_map` maps patterns of paths to axes.", layout_map=layout_map)
-    found = keras.distribution.LayoutMap(device_mesh)
+    layouts = keras.distribution.LayoutMap(device_mesh)
     for pattern, value in layout_map.items():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            checks.fail(f"A pattern of `layout_map` cannot be read: {error}.", pattern=pattern)
         axes: Any = getattr(value, "axes", value)
-        _check_layout(pattern, axes)
-        found[pattern] = (*axes,)
-    return found
-
-
-def _check_layout(pattern: Any, axes: Any) -> None:
-    """Raise for what is no layout: a pattern, and an axis of the mesh or None for each axis."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        checks.fail(f"A pattern of `layout_map` cannot be read: {error}.", pattern=pattern)
-    is_tuple = isinstance(axes, tuple | list)
-    named = [axis for axis in axes if axis is not None] if is_tuple else []
-    is_known = is_tuple and set(named) <= {BATCH_AXIS, MODEL_AXIS}
-    if not is_known or len(named) != len(set(named)):
-        checks.fail(
-            'A layout is a tuple with "model", "batch" or None for each axis of the variable, and '
-            "names each once.",
-            pattern=pattern,
-            layout=axes,
-        )
-
-
-def describe(model: keras.Model) -> str:
-    """Describe how a model's variables, and its optimizer's, are on the devices, as a table.
-
-    Variables of one kind are one row: of the same layer type, name, shape and layout.
-
-    >>> with ModelParallel(4, model=2).scope():
-    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
-    >>> print(describe(model))
-    variables     count      shape        layout   MiB  on a device
-    Dense kernel      1  (64, 128)  ('model', -)  0.03         0.02
-    Dense bias        1     (128,)           (-)  0.00         0.00
-    all weights       2                           0.03         0.02
-    """
-    return _layouts.described(model)
+        is_tuple = isinstance(axes, tuple | list)
+        names = [axis for axis in axes if axis is not None] if is_tuple else []
+        is_known = is_tuple and set(names) <= {BATCH_AXIS, MODEL_AXIS}
+        if not is_known or len(names) != len(set(names)):
+            checks.fail(
+                'A layout is a tuple with "model", "batch" or None for each axis of the variable, '
+                "and names each once.",
+                pattern=pattern,
+                layout=axes,
+            )
+        layouts[pattern] = (*axes,)
+    return layouts
 
 
 @contextlib.contextmanager
 def gathered_on_read(model: keras.Model) -> Iterator[None]:
-    """Let a model be saved whose variables are sharded over the devices of several processes.
+    """Allow `model.save` and `get_weights` if several processes share the variables of a model.
 
-    A process cannot read what is on another's devices. Inside this scope a variable that is read,
-    as `model.save` and `get_weights` do, is gathered from all devices, one at a time. So every
-    process must read the same variables in the same order: all save, to files of their own.
-    `kdpkit.callbacks.Resume` does so by itself.
+    A process cannot read the devices of another one. In this scope a variable that is read is first
+    gathered from all devices, one variable at a time. All processes must therefore read the same
+    variables in the same order: each of them saves the model, to a file of its own.
+    `kdpkit.callbacks.Resume` does not need this.
 
     >>> import tempfile
     >>> with DataParallel(2, shard="weights").scope():

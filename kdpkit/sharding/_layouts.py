@@ -1,13 +1,13 @@
 """Layouts of tensor parallelism: the axis along which devices share a variable, by its shape.
 
-As in Megatron (Shoeybi et al. 2019), every block of a transformer has a residual stream, whose
-width is an axis of each of its weights. Sharded is the first axis that is not this width: the
-vocabulary of an embedding, the heads of attention, the inner axis of a feed-forward network, the
-experts. So two weights that are used one after the other need one all-reduce.
+As in Megatron (Shoeybi et al. 2019): every block of a transformer has a residual stream, whose
+width is an axis of each of its weights. The devices share the first other axis: the vocabulary of
+an embedding, the heads of attention, the inner axis of a feed-forward network, the experts. So two
+weights that are used one after the other need one all-reduce.
 
-On JAX a layout changes what a step costs, not its result. It is found when a variable is made, from
-its shape, its layer and the variables before; paths tell nothing, since names are what a user makes
-them, and the second model of a process has others (keras-team/keras-hub#2806).
+On JAX a layout changes what a step costs, not its result. It is chosen when a variable is created,
+from its shape, its layer and the variables before. Paths would not do: users choose names, and the
+second model of a process has other ones (keras-team/keras-hub#2806).
 """
 
 import difflib
@@ -22,54 +22,50 @@ import keras
 
 from kdpkit._internal import check_results, checks, versions
 
-SMALL = 4096  # elements; nobody is told of a variable of fewer that stays complete
+SMALL = 4096  # elements; there is no warning if a smaller variable stays complete
 
 _DENSE = keras.layers.Dense | keras.layers.EinsumDense
-_OF_POSITIONS = re.compile(r"Position\w*(Embedding|Encoding)")  # tables that are sliced
+_POSITIONS = re.compile(r"Position\w*(Embedding|Encoding)")  # Their tables are sliced.
 
 
 class Layouts:
-    """Finds the axis along which devices share each variable of a model.
-
-    Args:
-        num_shards: How many devices share a variable.
-    """
+    """Finds the axis along which `num_shards` devices share each variable of a model."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._width: int | None = None  # of the residual stream of what is being built
+        self._width: int | None = None  # of the residual stream of the model being built
         # The shape of each layer's first matrix, and the axis along which it is sharded.
         self._first: Any = weakref.WeakKeyDictionary()
-        # How many kernels a layer's layers have that lead away from the stream, as queries, keys
-        # and values do, since the last one that leads back.
-        self._leading_away: Any = weakref.WeakKeyDictionary()
+        # For each block the number of kernels whose input is the stream, as those of queries, keys
+        # and values, since the last one whose output is the stream.
+        self._num_leaving: Any = weakref.WeakKeyDictionary()
         self._has_warned = False
 
     def axis(self, layer: Any, name: str, shape: Sequence[int], parent: Any = None) -> int | None:
         """Return the axis along which a variable is sharded; None if it is replicated.
 
         Args:
-            layer: The layer that makes the variable; None if it is made outside of a layer.
-            name: What the layer calls it.
-            shape: Its shape.
-            parent: The layer that the layer is in, if that is known.
+            layer: The layer that creates the variable; None outside of layers.
+            name: The name of the variable in the layer.
+            shape: The shape of the variable.
+            parent: The layer that contains the layer, if it is known.
         """
         shape = tuple(shape)
         is_vector = sum(size > 1 for size in shape) < 2
         if not isinstance(layer, keras.layers.Layer) or is_vector or self._num_shards == 1:
             return None
-        axis = self._axis_beside_first(layer, shape)
-        is_beside = layer in self._first and isinstance(layer, keras.layers.EinsumDense)
-        if axis is None and not is_beside and not name.startswith("lora_"):
-            axis = self._first_divisible(
-                self._candidates(layer, name, shape, parent or layer), shape
-            )
+        axis = self._axis_as_first(layer, shape)
+        is_einsum_bias = layer in self._first and isinstance(layer, keras.layers.EinsumDense)
+        if axis is None and not is_einsum_bias and not name.startswith("lora_"):
+            candidates = self._candidates(layer, name, shape, parent or layer)
+            divisible = (axis for axis in candidates if shape[axis] % self._num_shards == 0)
+            axis = next(divisible, None)
         self._first.setdefault(layer, (shape, axis))
         if axis is None:
             self._warn(layer, name, shape)
         return axis
 
-    def _axis_beside_first(self, layer: keras.layers.Layer, shape: tuple[int, ...]) -> int | None:
+    def _axis_as_first(self, layer: keras.layers.Layer, shape: tuple[int, ...]) -> int | None:
         """Return the axis that a layer's first matrix is sharded along, if this variable has it.
 
         A bias of heads, LoRA's matrices and the weights of a recurrent state begin or end with axes
@@ -85,69 +81,53 @@ class Layouts:
             return len(shape) - from_end
         return None
 
-    def _first_divisible(self, axes: Sequence[int], shape: tuple[int, ...]) -> int | None:
-        return next((axis for axis in axes if shape[axis] % self._num_shards == 0), None)
-
     def _candidates(
         self, layer: keras.layers.Layer, name: str, shape: tuple[int, ...], parent: Any
     ) -> Sequence[int]:
         """Return the axes that may be sharded, the best one first."""
         if isinstance(layer, keras.layers.Embedding):
-            return self._axes_of_embedding(layer, name)
-        if _OF_POSITIONS.search(type(layer).__name__):
+            self._width = layer.output_dim
+            if layer.input_dim < layer.output_dim:  # An all-reduce would cost more than the lookup.
+                return ()
+            return (1,) if name.startswith("reverse") else (0,)
+        if _POSITIONS.search(type(layer).__name__):
             return ()
         if isinstance(layer, keras.layers.EinsumDense):
             contracted, produced = _axes_of_einsum(layer.equation)
             if len(produced) > 1 and len(contracted) == 1:  # from the stream to heads
                 self._width = shape[contracted[0]]
-                return produced[:1]  # a head is never cut
-            if len(contracted) > 1 and len(produced) == 1:  # and back
+                return produced[:1]  # A single head is never divided.
+            if len(contracted) > 1 and len(produced) == 1:  # from heads to the stream
                 return contracted[:1]
+        num_leaving = self._num_leaving.get(parent, 0)
         if len(shape) == 2 and shape[0] == shape[1] and self._width in (None, shape[0]):
+            # After three square kernels, for queries, keys and values, one leads back to the
+            # stream, as the output of attention.
             self._width = shape[0]
-            return (0, 1) if self._leads_back(parent) else (1, 0)
+            leads_back = num_leaving >= 3
+            self._num_leaving[parent] = 0 if leads_back else num_leaving + 1
+            return (0, 1) if leads_back else (1, 0)
         if shape[0] == self._width:
-            self._lead_away(parent, 3 if shape[-1] >= 2 * shape[0] else 1)  # of three in one
+            # A wide kernel computes queries, keys and values together.
+            self._num_leaving[parent] = num_leaving + (3 if shape[-1] >= 2 * shape[0] else 1)
         return self._axes_of_kernel(layer, shape)
 
-    def _leads_back(self, parent: Any) -> bool:
-        """Return whether a square kernel leads back to the stream, as attention's output does.
-
-        It does after three that lead away: queries, keys and values.
-        """
-        if self._leading_away.get(parent, 0) < 3:
-            self._lead_away(parent, 1)
-            return False
-        self._leading_away[parent] = 0
-        return True
-
-    def _lead_away(self, parent: Any, count: int) -> None:
-        self._leading_away[parent] = self._leading_away.get(parent, 0) + count
-
-    def _axes_of_embedding(self, layer: Any, name: str) -> Sequence[int]:
-        """Return the vocabulary's axis; a small one is looked up sooner than it is added up."""
-        self._width = layer.output_dim
-        if layer.input_dim < layer.output_dim:
-            return ()
-        return (1,) if name.startswith("reverse") else (0,)
-
     def _axes_of_kernel(self, layer: Any, shape: tuple[int, ...]) -> Sequence[int]:
-        """Return the axes of a dense or convolutional kernel, or of an own layer's weight."""
+        """Return the axes of a dense or convolutional kernel, or of a weight of any other layer."""
         kernel_size = getattr(layer, "kernel_size", None)
         if not isinstance(kernel_size, tuple) or len(shape) != len(kernel_size) + 2:
-            kernel_size = ()  # of no convolution
+            kernel_size = ()  # This is not a convolution.
         axes = range(len(kernel_size), len(shape))
-        is_patches = max(kernel_size, default=1) > 1 and kernel_size == getattr(
-            layer, "strides", None
-        )
+        strides = getattr(layer, "strides", None)
+        is_patches = max(kernel_size, default=1) > 1 and kernel_size == strides
         is_kernel = bool(kernel_size) or isinstance(layer, _DENSE)
         if is_patches or (self._width is None and is_kernel):
             self._width = shape[-1]
+        width_axes = [axis for axis in axes if shape[axis] == self._width]
         others = [axis for axis in axes if shape[axis] != self._width]
-        of_width = [axis for axis in axes if shape[axis] == self._width]
-        if not of_width or not others:
+        if not width_axes or not others:
             return [*reversed(axes)]
-        return others if is_patches else others + of_width
+        return others if is_patches else others + width_axes
 
     def _warn(self, layer: keras.layers.Layer, name: str, shape: tuple[int, ...]) -> None:
         if math.prod(shape) >= SMALL and not self._has_warned:
@@ -164,55 +144,61 @@ def _axes_of_einsum(equation: str) -> tuple[list[int], list[int]]:
     """Return the axes of a kernel that are summed over, and those that are new in the output."""
     left, _, output = equation.replace("...", "").partition("->")
     inputs, _, kernel = left.partition(",")
-    contracted = [at for at, axis in enumerate(kernel) if axis in inputs and axis not in output]
-    produced = [at for at, axis in enumerate(kernel) if axis in output and axis not in inputs]
+    contracted = [i for i, axis in enumerate(kernel) if axis in inputs and axis not in output]
+    produced = [i for i, axis in enumerate(kernel) if axis in output and axis not in inputs]
     return contracted, produced
 
 
 def layers_of(variable: keras.Variable) -> tuple[Any, Any]:
-    """Return the layer that makes a variable now, and the one it is in; None outside of layers.
+    """Return the layer that creates a variable now, and its parent; None outside of layers.
 
-    A variable that is made while shapes are worked out gets its value later, when an outer layer is
-    being built; its own layer has it by then.
+    A variable that is created while shapes are computed gets its value later, when an outer layer
+    is built; by then its own layer has it.
     """
-    being_built = [None, None, *versions.being_built()]
-    parent, layer = being_built[-2:]
-    outer = layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else ()
-    for candidate in outer:
-        for inner in candidate._layers:
-            if any(variable is own for own in getattr(inner, "_trainable_variables", ())):
-                return inner, candidate
+    parent, layer = [None, None, *versions.being_built()][-2:]
+    for outer in layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else ():
+        for inner in outer._layers:
+            if any(variable is each for each in getattr(inner, "_trainable_variables", ())):
+                return inner, outer
     return layer, parent
 
 
-def is_of_weight(variable: keras.Variable, weight: keras.Variable) -> bool:
-    """Return whether an optimizer keeps a variable for a weight, of the weight's shape."""
-    is_named_so = variable.name.startswith(f"{weight.path.replace('/', '_')}_")
-    return is_named_so and tuple(variable.shape) == tuple(weight.shape)
+def is_for_weight(variable: keras.Variable, weight: keras.Variable) -> bool:
+    """Return whether a variable of an optimizer belongs to a weight, and has its shape."""
+    has_name = variable.name.startswith(f"{weight.path.replace('/', '_')}_")
+    return has_name and tuple(variable.shape) == tuple(weight.shape)
 
 
 def require_matches(model: keras.Model, layout_map: keras.distribution.LayoutMap) -> None:
-    """Raise if a pattern of the user's matches no variable, and no layer's output, of a model.
-
-    A model that is not built yet has none of its variables.
-    """
-    if not model.built:
+    """Raise if a pattern matches no variable and no layer's output of a model."""
+    if not model.built:  # It has no variables yet.
         return
     paths = [variable.path for variable in model.variables]
     outputs = [f"{layer.path}/output" for layer in model._flatten_layers()]
     for pattern in layout_map:
         if not any(pattern == path or re.fullmatch(pattern, path) for path in paths + outputs):
             checks.fail(
-                "A layout's pattern matches no variable of the model, so that nothing would be "
-                "sharded by it.",
+                "A pattern of `layout_map` matches no variable of the model.",
                 pattern=pattern,
                 remedy="It must match a complete path. The nearest are "
                 f"{checks.listed(difflib.get_close_matches(pattern, paths, 3, 0) or paths[:3])}.",
             )
 
 
-def described(model: keras.Model) -> str:
-    """Return a table of a model's variables by kind, as `kdpkit.sharding.describe` shows it."""
+def describe(model: keras.Model) -> str:
+    """Describe how the variables of a model, and of its optimizer, are on the devices, as a table.
+
+    Each row has all variables of the same layer type, name, shape and layout.
+
+    >>> from kdpkit.sharding import ModelParallel
+    >>> with ModelParallel(4, model=2).scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+    >>> print(describe(model))
+    variables     count      shape        layout   MiB  on a device
+    Dense kernel      1  (64, 128)  ('model', -)  0.03         0.02
+    Dense bias        1     (128,)           (-)  0.00         0.00
+    all weights       2                           0.03         0.02
+    """
     rows: dict[Any, list[Any]] = {}
     for layer in model._flatten_layers():
         for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
@@ -222,9 +208,9 @@ def described(model: keras.Model) -> str:
     cells = [("variables", "count", "shape", "layout", "MiB", "on a device")]
     for (kind, shape, layout), variables in rows.items():
         cells.append((kind, f"{len(variables)}", f"{shape}", layout, *_mebibytes(variables)))
-    weights = [*{id(v): v for of_kind in rows.values() for v in of_kind}.values()]
-    of_optimizer = model.optimizer.variables if getattr(model, "optimizer", None) else []
-    for kind, variables in (("all weights", weights), ("optimizer", of_optimizer)):
+    weights = [*{id(v): v for variables in rows.values() for v in variables}.values()]
+    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) else []
+    for kind, variables in (("all weights", weights), ("optimizer", optimizer)):
         if variables:
             cells.append((kind, f"{len(variables)}", "", "", *_mebibytes(variables)))
     return check_results.table(cells)
@@ -237,7 +223,7 @@ def _layout_of(variable: keras.Variable) -> str:
 
 
 def _mebibytes(variables: Sequence[keras.Variable]) -> tuple[str, str]:
-    """Return the size of variables, and of what a device has of them."""
+    """Return the size of variables, and of their parts on one device."""
     values = [variable._value for variable in variables]
     shards = [math.prod(value.sharding.shard_shape(value.shape)) for value in values]
     on_device = sum(size * v.dtype.itemsize for size, v in zip(shards, values, strict=True))

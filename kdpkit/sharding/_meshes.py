@@ -1,4 +1,4 @@
-"""Meshes of devices on JAX, and what JAX trains on here."""
+"""Meshes of devices on JAX, and the devices of this machine."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,13 @@ MODEL_AXIS = "model"
 
 
 def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh with one axis, `"batch"`, over which batches are sharded.
+    """Return a mesh of devices that share each batch, with one axis, `"batch"`.
 
-    Its axis has the type `Auto`, so XLA decides how to shard what is computed from a batch.
-    `jax.make_mesh` has `Explicit` axes by default, with which Keras' Dropout raises.
+    The axis has the type `Auto`: XLA decides how the devices divide what a program computes.
+    `jax.make_mesh` makes `Explicit` axes by default, with which Keras' Dropout raises.
 
-    Logical CPU devices need two threads each: with fewer, XLA can hang in an all-reduce when Python
-    runs ahead of the steps. `kdpkit.testing.use_logical_cpus` and the recipes' `--replicas` take
-    care of that; if you set XLA_FLAGS by hand, also set the environment variable PJRT_NPROC.
+    Logical CPU devices need two threads each, or XLA can hang. `kdpkit.testing.use_logical_cpus`
+    and the recipes' `--replicas` set that; if you set XLA_FLAGS by hand, also set PJRT_NPROC.
 
     Args:
         devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
@@ -80,7 +79,7 @@ def tpu_devices() -> list[jax.Device]:
 
 
 def describe_choice() -> str:
-    """Describe in one line what JAX trains on here, and why if it is the CPU.
+    """Describe in one line the devices that JAX trains on, and why if it is the CPU.
 
     Raises:
         ValueError: JAX cannot start the requested platform.
@@ -98,12 +97,12 @@ def describe_choice() -> str:
 
 
 def _platform() -> str:
-    """Start JAX, and return the kind of device it trains on."""
+    """Start JAX, and return the kind of device that it trains on."""
     try:
         return str(jax.default_backend())
-    except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
+    except (RuntimeError, AssertionError) as error:  # An unknown platform raises the second.
         platforms = jax.config.jax_platforms
-        if "tpu" in str(platforms).split(","):  # if libtpu finds chips, JAX only tries these
+        if "tpu" in str(platforms).split(","):  # JAX tries only these chips if libtpu finds any.
             raise errors.InputError(_why_no_tpu(checks.first_line(error))) from error
         raise errors.InputError(
             f"JAX cannot start its platform ({checks.first_line(error)}). Received: "
@@ -122,29 +121,29 @@ def _why_no_tpu(reason: str = "it trains on another device") -> str:
     )
 
 
-def as_mesh(where: Mesh | shards.Distribution | None) -> Mesh:
-    """Return the mesh of a `Mesh` or a distribution of Keras; for None one device.
+def as_mesh(strategy: Mesh | shards.Distribution | None) -> Mesh:
+    """Return the mesh of a distribution of Keras, or a mesh as it is.
 
-    For None, a distribution that is set in Keras takes precedence. Of a mesh with several axes
-    batches are sharded over `"batch"`, or over the first one if none has this name.
+    None is the distribution that is set in Keras, or one device. Batches are shared along the axis
+    `"batch"`, or along the first axis if none has this name.
 
     Raises:
-        ValueError: It is something else, or shards batches over another axis.
+        ValueError: It is something else, or shares batches along another axis.
 
     >>> as_mesh(None).size
     1
     """
-    where = keras.distribution.distribution() if where is None else where
-    if where is None:
+    strategy = keras.distribution.distribution() if strategy is None else strategy
+    if strategy is None:
         return data_mesh(1)
-    mesh, axis = where, getattr(where, "batch_dim_name", None)
-    if isinstance(where, shards.Distribution):
-        mesh = where.device_mesh.backend_mesh
+    mesh, axis = strategy, getattr(strategy, "batch_dim_name", None)
+    if isinstance(strategy, shards.Distribution):
+        mesh = strategy.device_mesh.backend_mesh
     if not isinstance(mesh, Mesh):
         checks.fail(
-            "On JAX a strategy is a `jax.sharding.Mesh`, such as `kdpkit.sharding.data_mesh()` "
-            "returns, or a `DataParallel` or `ModelParallel`, of kdpkit or of Keras.",
-            strategy=where,
+            "On JAX a strategy is a `kdpkit.sharding.DataParallel()` or `ModelParallel`, one of "
+            "Keras, or a `jax.sharding.Mesh`.",
+            strategy=strategy,
         )
     if axis not in (None, shards.batch_axis(mesh)):
         checks.fail(

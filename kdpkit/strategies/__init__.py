@@ -14,8 +14,16 @@ from kdpkit import errors
 from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
-from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
-from kdpkit.strategies._tpu import connect_tpu as connect_tpu
+from kdpkit.strategies._parameter_servers import serve_if_server
+from kdpkit.strategies._tpu import connect_tpu
+
+__all__ = [
+    "describe",
+    "is_chief",
+    "select_strategy",
+    "serve_if_server",
+    "split_device",
+]
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
@@ -38,8 +46,10 @@ def select_strategy(
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
             then trains on all its GPUs, or its CPU; `"parameter_server"` is for the chief, see
-            `serve_if_server`. `"tpu"` connects to a TPU, see `connect_tpu`. `"auto"` mirrors over
-            several GPUs, else uses one device; it prints its choice and the reason in one line.
+            `serve_if_server`. `"tpu"` connects to the TPU that TPU_NAME names, else to that of this
+            machine (Keras' usual way to a TPU is JAX: docs/how_to/tpu_and_colab.md). `"auto"`
+            mirrors over several GPUs, else uses one device; it prints its choice and the reason in
+            one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
@@ -113,9 +123,10 @@ def is_chief() -> bool:
 def split_device(kind: str, count: int) -> list[str]:
     """Split the first CPU into logical devices, where replicas behave as on real ones.
 
-    Call it before TensorFlow's runtime starts, that is before the first tensor, variable or
-    `list_logical_devices`. Repeating the same split is allowed. A GPU is split by TensorFlow's own
-    `tf.config.set_logical_device_configuration`, with a limit of its memory for each part.
+    Call it before TensorFlow's runtime starts, that is before the first tensor, variable, model,
+    `adapt()` or `list_logical_devices`. Repeating the same split is allowed. A GPU is split by
+    TensorFlow's own `tf.config.set_logical_device_configuration`, with a limit of its memory for
+    each part.
 
     Args:
         kind: `"CPU"`.
@@ -125,7 +136,7 @@ def split_device(kind: str, count: int) -> list[str]:
         The device strings, for `select_strategy("mirrored", devices=...)`.
 
     Raises:
-        ValueError: The runtime has started with another split.
+        ValueError: TensorFlow's runtime has started with fewer devices.
 
     >>> split_device("CPU", 4)
     ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
@@ -133,17 +144,18 @@ def split_device(kind: str, count: int) -> list[str]:
     checks.one_of("kind", kind, ("CPU",))
     count = checks.integer("count", count)
     cpu, *_ = tf.config.list_physical_devices("CPU")
-    wanted = [tf.config.LogicalDeviceConfiguration()] * count
     try:
-        tf.config.set_logical_device_configuration(cpu, wanted)
-    except RuntimeError as error:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError:
         present = len(tf.config.list_logical_devices("CPU"))
         if present < count:
             raise errors.InputError(
-                f"TensorFlow's runtime has started with {present} logical CPU device(s), and can "
-                f"no longer be split. Received: count={count}. Call `split_device` (or a recipe's "
-                "`main`) before the first tensor, or in a new process."
-            ) from error
+                f"TensorFlow has already started, with {present} logical CPU device(s), and cannot "
+                f"split them any more. Received: count={count}. Call `split_device` first: before "
+                "any tensor, variable, model or `adapt()`."
+            ) from None
     return [f"CPU:{index}" for index in range(count)]
 
 
@@ -158,13 +170,16 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return _parameter_servers.describe(strategy)
+        workers, servers = (
+            len(_parameter_servers.addresses(strategy, role)) for role in ("worker", "ps")
+        )
+        return f"ParameterServerStrategy: workers: {workers}, parameter servers: {servers}"
     is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     kind = "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
     replicas = strategy.num_replicas_in_sync
-    own = strategy.extended.worker_devices
-    where = checks.listed(map(_short, own))
-    workers = replicas // len(own)  # all have the same number of devices, as TensorFlow assumes
+    devices = strategy.extended.worker_devices  # of this process
+    where = checks.listed(map(_short, devices))
+    workers = replicas // len(devices)  # TensorFlow assumes that all have as many devices.
     if workers > 1:
         where += f" of each of {workers} workers"
     return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {where}"
@@ -182,16 +197,18 @@ def _best_kind() -> tuple[str, str]:
 
 
 def _mirrored(devices: int | Sequence[str] | None) -> tf.distribute.Strategy:
-    chosen = _existing(devices)
-    shares_a_processor = any("CPU" in device for device in chosen) or len(
-        tf.config.list_logical_devices("GPU")
-    ) > len(tf.config.list_physical_devices("GPU"))
+    names = _existing(devices)
+    logical, physical = (
+        len(list_devices("GPU"))
+        for list_devices in (tf.config.list_logical_devices, tf.config.list_physical_devices)
+    )
+    shares_a_processor = logical > physical or any("CPU" in name for name in names)
     reduction = tf.distribute.ReductionToOneDevice() if shares_a_processor else None
-    return tf.distribute.MirroredStrategy(chosen, cross_device_ops=reduction)
+    return tf.distribute.MirroredStrategy(names, cross_device_ops=reduction)
 
 
 def _existing(devices: int | Sequence[str] | None) -> list[str]:
-    """Look the wanted devices up among the logical ones (this starts TensorFlow's runtime)."""
+    """Return the names of logical devices that exist; this starts TensorFlow's runtime."""
     gpus, cpus = (
         [_short(device.name) for device in tf.config.list_logical_devices(kind)]
         for kind in ("GPU", "CPU")
@@ -230,8 +247,8 @@ def _named(devices: Sequence[str], available: list[str]) -> list[str]:
 
 def _short(device: str) -> str:
     """Shorten `/job:localhost/replica:0/task:0/device:CPU:1` to `CPU:1`."""
-    found = re.search(r"([A-Za-z]+):(\d+)$", device)
-    return f"{found[1].upper()}:{found[2]}" if found else device
+    match = re.search(r"([A-Za-z]+):(\d+)$", device)
+    return f"{match[1].upper()}:{match[2]}" if match else device
 
 
 def _default_device() -> str:

@@ -1,4 +1,4 @@
-"""The processes of a `ParameterServerStrategy`: servers that serve a chief, and its way to them.
+"""The processes of a `ParameterServerStrategy`: the servers, and the chief's connections to them.
 
 The steps of `TrainingLoop` on them are in `kdpkit/training/tensorflow/_parameter_server.py`.
 """
@@ -18,12 +18,11 @@ from kdpkit._internal import checks
 from kdpkit.cluster import _network
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
-_PATIENCE_SECONDS = 60.0  # with calls that TensorFlow cancels
-_PAUSE_SECONDS = 0.5  # between two of them
+_RETRY_SECONDS = 60.0  # in which a call that TensorFlow cancels is repeated
+_PAUSE_SECONDS = 0.5  # between two attempts
 
-# What TensorFlow reports of calls that it cancels, also of those to servers that are well, while it
-# reconnects a worker.
-_PASSING = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
+# TensorFlow raises these, even of calls to servers that run, while it reconnects a worker.
+_TEMPORARY = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
 _T = TypeVar("_T")
 
 
@@ -35,10 +34,10 @@ def serve_if_server() -> None:
         strategies.serve_if_server()  # workers and parameter servers stay here
         strategy = strategies.select_strategy("parameter_server")  # only the chief comes here
 
-    A server needs none of the program's objects; import packages with operations of their own, such
-    as tensorflow_text, before. It serves until it is ended: by `kdpkit launch` once the chief has
-    ended, elsewhere by whoever started it. It may be killed and started again at its address while
-    the chief trains. Without parameter servers, which only TF_CONFIG has, all processes return.
+    Import packages with operations of their own, such as tensorflow_text, before. A server serves
+    until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever started it.
+    A worker may be killed and started again at its address while the chief trains. Without
+    parameter servers, which only TF_CONFIG has, all processes return.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
@@ -48,8 +47,8 @@ def serve_if_server() -> None:
     config = cluster.ClusterConfig.from_environment()
     if not config.parameter_servers or config.role == "chief":
         return
-    resolver = _checked(config)
-    # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
+    resolver = _resolver(config)
+    # A step occupies a thread for each worker: on few cores a worker would wait for itself.
     threads = max(os.cpu_count() or 1, len(config.workers) + 1)
     settings = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads)
     spec = resolver.cluster_spec()
@@ -58,7 +57,7 @@ def serve_if_server() -> None:
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would notice it only after `join`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would notice it only after `join`.
     server.join()
 
 
@@ -66,22 +65,22 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     """Return the chief's `ParameterServerStrategy` once all workers and servers listen.
 
     Raises:
-        ValueError: This process is no chief, or the cluster lacks a process, or one does not come.
+        ValueError: This process is not the chief, or a process of the cluster is missing.
     """
     config = cluster.ClusterConfig.from_environment()
-    resolver = _checked(config)
+    resolver = _resolver(config)
     if config.role != "chief":
         checks.fail(
             "Only the chief has the strategy; workers and parameter servers serve it.",
             role=config.role,
             remedy="Call `kdpkit.strategies.serve_if_server()` first; it returns in the chief.",
         )
-    others = {a: f"{role} {index}" for role, index, a in config.tasks if role != "chief"}
-    if problems := _network.problems([*others], _START_TIMEOUT_SECONDS):  # TensorFlow would hang
+    servers = {a: f"{role} {index}" for role, index, a in config.tasks if role != "chief"}
+    if problems := _network.problems([*servers], _START_TIMEOUT_SECONDS):  # TensorFlow would hang.
         checks.fail(
             f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
             "not come.",
-            missing={others[address]: address for address in problems},
+            missing={servers[address]: address for address in problems},
             remedy="Check that all were started, with one TF_CONFIG, and that each begins "
             "with `kdpkit.strategies.serve_if_server()`.",
         )
@@ -90,45 +89,37 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     return strategy
 
 
-def describe(strategy: tf.distribute.Strategy) -> str:
-    workers, servers = (len(addresses(strategy, role)) for role in ("worker", "ps"))
-    return f"ParameterServerStrategy: workers: {workers}, parameter servers: {servers}"
-
-
 def addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
-    # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
+    # The public `cluster_resolver` of this strategy is None in TensorFlow 2.21.
     return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
 
 
 def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
-    known = enumerate(addresses(strategy, "ps"))
-    return [f"ps {index}" for index, address in known if _network.problem(address)]
+    servers = enumerate(addresses(strategy, "ps"))
+    return [f"ps {index}" for index, address in servers if _network.problem(address)]
 
 
 def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
-    """Make a call of the chief, which may be made twice, and again while TensorFlow cancels it.
-
-    It may do so when a worker returns, whose connections it changes.
-    """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    """Make a call of the chief, and repeat it while TensorFlow cancels it to reconnect a worker."""
+    deadline = time.monotonic() + _RETRY_SECONDS
     while True:
         try:
             return call()
-        except _PASSING as error:
+        except _TEMPORARY as error:
             is_over = time.monotonic() >= deadline
-            if is_over or is_of_a_new_server(error) or lost_servers(strategy):
+            if is_over or is_server_replaced(error) or lost_servers(strategy):
                 raise
             time.sleep(_PAUSE_SECONDS)
 
 
-def is_of_a_new_server(error: Exception) -> bool:
-    """Return whether an error shows that another parameter server is where the former one was."""
+def is_server_replaced(error: Exception) -> bool:
+    """Return whether an error shows that a parameter server was ended and started again."""
     message = str(error).lower()
     signs = ("unknown device", "remote_handle", "context_id")
     return "/job:ps" in message and any(sign in message for sign in signs)
 
 
-def _checked(config: cluster.ClusterConfig) -> Any:
+def _resolver(config: cluster.ClusterConfig) -> Any:
     """Check a cluster, and return how TensorFlow finds it."""
     if not config.parameter_servers or config.chief is None:
         checks.fail(
@@ -141,7 +132,7 @@ def _checked(config: cluster.ClusterConfig) -> Any:
             "--parameter-servers 1` does, or train with 'multi_worker'.",
         )
     _network.require_port(str(config.address))
-    # Calls to a process that is gone then fail, where gRPC would wait for its return.
+    # Without this gRPC would wait for the return of a process that is gone.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
+    os.environ["TF_CONFIG"] = config.to_tf_config()  # which TensorFlow reads
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()

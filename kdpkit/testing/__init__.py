@@ -1,10 +1,10 @@
 """Property tests of how batches are split: generators, laws, logical devices and toy data.
 
-`generators` has Hypothesis strategies for batch sizes, replicas, shards, nested examples, datasets,
-schedules and models; `laws` has what must hold for code of your own that works on them. Four
-logical CPUs are real replicas: what breaks on four GPUs when batches are split and gradients are
-summed breaks on them too. With pytest, `kdpkit_devices = 4` under `[tool.pytest.ini_options]` makes
-them, and `@pytest.mark.kdpkit_devices(4)` skips a test where there are fewer.
+`generators` has Hypothesis strategies for examples, batches, datasets and shards; `laws` has what
+must hold for code of your own that works on them. Four logical CPUs are real replicas: what breaks
+on four GPUs when batches are split and gradients are summed breaks on them too. With pytest,
+`kdpkit_devices = 4` under `[tool.pytest.ini_options]` makes them, and
+`@pytest.mark.kdpkit_devices(4)` skips a test where there are fewer.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What must hold for pipelines, splits, schedules, layers and steps of your own.
+"""What must hold for pipelines, layers and training steps of your own.
 
 A law is a plain function: it is called with what your code gave or, where it needs to be computed
 again, with a function, and raises `AssertionError` if the law is broken. It does not run Hypothesis
@@ -20,6 +20,7 @@ dataset of a list of batches. A batch is a tensor or a nest of tensors with the 
 values, and named by their position, counted from 0.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -200,8 +201,8 @@ def reproducible(make: Callable[[int], Read | Iterator[Read]], *, seed: int = 0)
     # After the first run, since both may draw from NumPy's or TensorFlow's global numbers.
     for epoch, (shards, again) in enumerate(zip(first, _epochs(make(seed)), strict=False)):
         what = f"With seed {seed}, batch {{}} of epoch {epoch}"
-        batches = ([*itertools.chain.from_iterable(run)] for run in (shards, again))
-        _same(*batches, what, first=shards, again=again)
+        expected, read = ([*itertools.chain.from_iterable(run)] for run in (shards, again))
+        _same(expected, read, what, first=shards, again=again)
 
 
 def resumed_run_continues(resume: Callable[[int], Read], *, after: int) -> None:
@@ -258,7 +259,7 @@ def held_out_does_not_leak(read: Callable[[Nest], Read], held_out: Nest) -> None
     if before != again:
         checks.fail("`read` must return the same data at each call: seed what it draws.")
     for index in (0, -1):
-        changed = mapped(lambda part, at=index: np.asarray(part)[[at] * len(part)], held_out)
+        changed = mapped(functools.partial(_repeated, index), held_out)
         after = read_shards(read(changed))
         what = "With other held-out examples, training example {} in order"
         _same([*_in_order(before)], [*_in_order(after)], what, before=before, after=after)
@@ -340,7 +341,7 @@ def per_example(
     if isinstance(part, keras.Metric):
         _check_counts(part, inputs)
         return
-    from kdpkit.training.tensorflow._law import Calling, Verdict, try_layer
+    from kdpkit.training.tensorflow._layer_trial import Calling, Verdict, try_layer
     from kdpkit.training.tensorflow._patches import installed
 
     kinds = {keras.Layer: "layer", keras.Loss: "loss", object: "function"}
@@ -369,6 +370,11 @@ def _same(expected: list[Any], read: list[Any], what: str, **runs: list[Shard]) 
             lists = "".join(f"\n{name}:{listed(shards)}" for name, shards in runs.items())
             texts = ["nothing" if entry == "nothing" else text(entry) for entry in (after, before)]
             raise AssertionError(f"{what.format(index)} is {texts[0]} and not {texts[1]}.{lists}")
+
+
+def _repeated(index: int, part: Any) -> np.ndarray:
+    """Return as many examples as there are, all equal to one."""
+    return np.asarray(part)[[index] * len(part)]
 
 
 def _in_order(shards: list[Shard]) -> Iterator[Example]:

@@ -49,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail("Write `@pytest.mark.kdpkit_devices(4)`, with one number.", pytrace=False)
         import keras
 
-        found = len(keras.distribution.list_devices())
-        if found < counts[0]:
+        present = len(keras.distribution.list_devices())
+        if present < counts[0]:
             setting = f"the setting `kdpkit_devices = {counts[0]}` makes them on the CPU"
-            pytest.skip(f"needs {counts[0]} devices, and there are {found}; {setting}")
+            pytest.skip(f"needs {counts[0]} devices, and there are {present}; {setting}")

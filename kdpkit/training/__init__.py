@@ -1,9 +1,9 @@
-"""Training on R replicas that equals training on one device.
+"""Training on several devices that equals training on one device.
 
-`replica_exact` fixes Keras' own `fit`; `TrainingLoop` is a loop whose step is yours to change;
-`global_mean_loss` is the loss of a loop that you write yourself, `linear_cross_entropy` that of a
-large vocabulary; `check_parity` tells whether replicas train what one device trains. Each loads the
-framework that it needs on first use.
+`replica_exact` makes Keras' own `fit` exact, `TrainingLoop` is a loop with a step of your own, and
+`MaskedLMLoop` one for masked language models. `global_mean_loss` is the loss of a loop that you
+write yourself, `linear_cross_entropy` that of a large vocabulary. `check_parity` reports whether
+several devices train what one device trains. Each loads its framework on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
-    from kdpkit.training._parity import ParityReport, check_parity
+    from kdpkit.training._parity import check_parity
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
-    "ParityReport": "_parity",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
     "global_mean_loss": "_losses",
@@ -30,7 +29,6 @@ _HOMES = {
 
 __all__ = [
     "MaskedLMLoop",
-    "ParityReport",
     "TrainingLoop",
     "check_parity",
     "global_mean_loss",

@@ -1,9 +1,7 @@
-"""The callbacks of processes other than the first, which neither write nor report."""
+"""Callbacks in several processes, of which only the first writes files and reports."""
 
-import functools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import keras
 
 from kdpkit._internal import processes
 
-# These write one file from their arguments, and need nothing of the other processes.
+# These only write what they are called with, so other processes do without them.
 _WRITING = (
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
@@ -21,7 +19,7 @@ _ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # since Keras 3.14
 
 
 def settings_of_this_process(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `fit`, `evaluate` or `predict` as they are meant for this process."""
+    """Return the arguments of `fit`, `evaluate` or `predict` for this process."""
     callbacks = settings.get("callbacks")
     if processes.index() == 0 or isinstance(callbacks, keras.callbacks.CallbackList):
         return settings
@@ -30,55 +28,57 @@ def settings_of_this_process(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verbosity(verbose: int | str) -> int | str:
-    """Let the first process alone show progress, unless the caller asked for it."""
+    """Let only the first process show progress, unless the caller sets `verbose`."""
     return 0 if verbose == "auto" and processes.index() > 0 else verbose
 
 
 def of_this_process(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """Return the callbacks of this process: in others than the first those that do not only write.
+    """Return the callbacks of this process: only the first has those that only write files.
 
-    All processes must save a model together, since saving may read what is spread over them; so
-    every process writes checkpoints, and those of others than the first are dropped.
+    Saving may read variables that are spread over the processes, so all of them must save a model
+    together. Every process therefore saves checkpoints, and all but the first delete theirs.
     """
     callbacks = keras.tree.flatten(callbacks or ())
     if processes.index() == 0:
         return callbacks
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            _drop_files(callback)
+            _delete_files(callback)
         elif isinstance(callback, _ORBAX):
             _write_no_shards(callback)
     return [callback for callback in callbacks if not isinstance(callback, _WRITING)]
 
 
-def _drop_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
-    """Set a model whose files are dropped, in a checkpoint callback of Keras."""
+def _delete_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
+    """Have a checkpoint callback of Keras delete the files that it saves."""
     set_model = type(checkpoint).set_model
     checkpoint.set_model = lambda model: set_model(checkpoint, SavingNothing(model))
 
 
 def _write_no_shards(checkpoint: keras.callbacks.Callback) -> None:
-    """Let a callback of Orbax only read with the others, except on JAX, where each has shards."""
+    """Have a callback of Orbax read variables with the others, and save nothing.
+
+    On JAX each process saves its own shards.
+    """
 
     def read(*_: Any, **__: Any) -> None:
-        checkpoint.model.get_state_tree(value_format="numpy_array")  # as the first process does
+        checkpoint.model.get_state_tree(value_format="numpy_array")  # The first process saves this.
 
     if keras.backend.backend() != "jax":
         checkpoint._save_checkpoint = read
 
 
 class SavingNothing:
-    """A model whose files are written, and dropped at once."""
+    """A model whose files are deleted as soon as they are saved."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._model, name)
-        writes = name in ("save", "save_weights")
-        return functools.partial(_save_nowhere, method) if writes else method
 
+        def save(filepath: str | os.PathLike[str], **arguments: Any) -> None:
+            with tempfile.TemporaryDirectory() as directory:
+                method(str(Path(directory) / Path(filepath).name), **arguments)
 
-def _save_nowhere(save: Callable, filepath: str | os.PathLike[str], **arguments: Any) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        save(str(Path(directory) / Path(filepath).name), **arguments)
+        return save if name in ("save", "save_weights") else method

@@ -1,4 +1,4 @@
-"""`replica_exact`: Keras' own `fit`, which then trains on R replicas what one device would."""
+"""`replica_exact`: Keras' own `fit`, made to train on several devices what one device would."""
 
 import importlib
 from collections.abc import Sequence
@@ -18,39 +18,38 @@ def replica_exact(
     divided: Sequence[keras.layers.Layer] = (),
     undivided: Sequence[keras.layers.Layer] = (),
 ) -> Model:
-    """Make a model's `fit`, `evaluate` and `predict` on R replicas do what one device does.
+    """Make `fit`, `evaluate` and `predict` on several devices do what they do on one device.
 
-    Call it once: on TensorFlow on a model built in a strategy's scope; on JAX on one built after
-    `keras.distribution.set_distribution(DataParallel())`; before or after `compile`. Then weights,
-    losses and metrics equal one device's to rounding, also for batches that the replicas cannot
-    divide, and for a `train_step` of your own, written as for one device. The model's class, its
-    config and its saved file stay what they are.
+    Call it once, before or after `compile`, on a model that was built for several devices: on
+    TensorFlow inside `with strategy.scope():`, on JAX after
+    `keras.distribution.set_distribution(DataParallel())`. Then train as always. Each batch is
+    shared by the devices, and weights, losses and metrics equal those of one device, except for
+    rounding: for batches of any size, and for a `train_step` of your own, written as for one
+    device. The model is saved and loaded as before.
 
-    On TensorFlow a step is traced once, on the global batch, and does what it does on one device.
-    Only calls of layers are repeated for each device, on its part of the examples: of libraries'
-    layers, and of yours that compute each example by itself, which is tried. All else is computed
-    on the first device, and with `run_eagerly=True` everything is.
+    On TensorFlow the devices divide only calls of layers: of Keras' and KerasHub's layers, and of
+    your own if a trial shows that they compute each example by itself. The first device computes
+    everything else, and with `run_eagerly=True` everything.
 
     Which layers are divided, random numbers, XLA, limits: docs/explanation/what_stays_exact.md.
     Several processes: docs/how_to/several_processes.md.
 
     Args:
-        model: A Keras model: Sequential, functional, subclassed, or a KerasHub task. The strategy
-            is the one whose scope it was built in.
-        batch_norm: `"global"`, or `"replica"` for stock Keras' statistics of each replica's own
-            examples, which train something else than one device does, with one warning.
-        divided: Layers that compute each example by itself, though that cannot be tried. Each
-            device computes its part of what they are called on.
-        undivided: Layers that do not, whatever the trial shows: the first device computes them for
-            all examples.
+        model: A Keras model: Sequential, functional, subclassed, or a KerasHub task.
+        batch_norm: `"global"` normalizes with the statistics of the complete batch, as one device
+            does. `"replica"` normalizes with those of each device's examples, as stock Keras does
+            on several devices, and warns once.
+        divided: Layers to divide although a trial cannot show that they compute each example by
+            itself.
+        undivided: Layers that the first device is to compute for all examples.
 
     Returns:
-        The same model; on TensorFlow untouched if it was built outside any strategy.
+        The same model. On TensorFlow nothing changes if it was built outside any strategy.
 
     Raises:
-        ValueError: There is no such model, or its strategy is none that Keras can fit with. Raised
-            by `fit` on TensorFlow: a dataset that is empty, endless without `steps_per_epoch`, or
-            not batched.
+        ValueError: `model` is not a Keras model, or its strategy is one that Keras' `fit` does not
+            support. On TensorFlow `fit` raises for a dataset that is empty, endless without
+            `steps_per_epoch`, or not batched.
 
     >>> from kdpkit import strategies, testing
     >>> x, y = testing.toy_classification(10)

@@ -1,10 +1,10 @@
-"""What is private in Keras on every backend and used here, in one file."""
+"""All private parts of Keras that training uses on every backend."""
 
 from keras.src.backend import compute_output_spec as compute_output_spec
 from keras.src.backend import get_stateless_scope as get_stateless_scope
 from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 
-# What `compile` makes of names and functions, and what `fit` reads its data with.
+# `compile` makes losses by the first, and `fit` reads its data by the second.
 from keras.src.trainers.compile_utils import get_loss as get_loss
 from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter

@@ -1,5 +1,6 @@
-"""The loss of a large vocabulary, of which no more than a part of the logits is ever there."""
+"""The loss of a large vocabulary, which holds only a part of the logits at a time."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from keras import ops
 
 from kdpkit._internal import Tensor, checks
 
-# Goes on from a carry over a chunk: `(carry, start, length)` to the next carry, and tensors with
-# `length` tokens of the vocabulary along their first axis.
+# The body of a loop over chunks of the vocabulary, as of `jax.lax.scan`: `(carry, start, length)`
+# to the next carry, and tensors whose first axis is the `length` tokens of the chunk.
 Body = Callable[[Any, Tensor | int, int], tuple[Any, Any]]
 
 
@@ -25,10 +26,10 @@ class Inputs(NamedTuple):
 
     def logits(self, start: Tensor | int, length: int) -> tuple[Tensor, Tensor]:
         """Return a chunk of the kernel, and its logits in float32."""
-        part = ops.slice(self.kernel, (start, 0), (length, self.kernel.shape[1]))
-        shift = ops.slice(self.bias, (start,), (length,))
-        logits = ops.matmul(self.hidden, ops.transpose(part))
-        return part, ops.cast(logits, "float32") + ops.cast(shift, "float32")
+        kernel = ops.slice(self.kernel, (start, 0), (length, self.kernel.shape[1]))
+        bias = ops.slice(self.bias, (start,), (length,))
+        logits = ops.matmul(self.hidden, ops.transpose(kernel))
+        return kernel, ops.cast(logits, "float32") + ops.cast(bias, "float32")
 
 
 class TokenLoss(NamedTuple):
@@ -46,29 +47,28 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     chunk_size: int = 4096,
 ) -> TokenLoss:
-    """Return the cross-entropy of `hidden @ transpose(kernel) + bias`, without those logits.
+    """Compute the cross-entropy of the logits `hidden @ transpose(kernel) + bias` in chunks.
 
-    A language model's logits are its largest tensor by far: one number for each position and each
-    token of the vocabulary. This goes over the vocabulary in chunks, forward and backward, and so
-    holds `positions * chunk_size` of them at a time. Losses and gradients are those of
-    `keras.losses.sparse_categorical_crossentropy(..., from_logits=True)` to rounding, in float32
-    (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4; the
-    backward pass computes the logits again, a third more work in this layer alone).
+    Logits are the largest tensor of a language model: one number for each position and each token
+    of the vocabulary. This function holds only `positions * chunk_size` of them at a time, also in
+    the backward pass, which computes them again. Losses and gradients equal those of
+    `keras.losses.sparse_categorical_crossentropy(..., from_logits=True)` in float32, to rounding
+    (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4).
 
-    It treats every position by itself, so it is the same on one replica as on many. It runs on
-    TensorFlow, also under XLA, and on JAX.
+    It runs on TensorFlow, also under XLA, and on JAX. Positions do not depend on each other, so on
+    several devices the result is the same.
 
     Args:
-        hidden: Floats `[..., width]`: what the logits are computed from.
-        kernel: Floats `[vocabulary, width]`, such as a token embedding's.
-        labels: Integers `[...]`, each at least 0 and less than `vocabulary`. Any other has a loss
-            and gradients that are NaN, where the backend raises no error: positions that are not
-            to count need label 0 and weight 0, and not -1 or -100.
+        hidden: Floats `[..., width]`, the last hidden states of a model.
+        kernel: Floats `[vocabulary, width]`, such as the weights of a token embedding.
+        labels: Integers `[...]`, at least 0 and less than `vocabulary`. With any other the loss and
+            its gradients are NaN, or the backend raises. Ignore a position by a sample weight of 0
+            and label 0, not by the label -1 or -100.
         bias: Floats `[vocabulary]`, or None.
         chunk_size: Tokens of the vocabulary in a chunk.
 
     Returns:
-        `losses`, float32 `[...]`, and `predictions`, the most probable token of each position as
+        `losses`, float32 `[...]`, and `predictions`, the most probable token at each position as
         int32 `[...]`, for metrics.
 
     Raises:
@@ -94,7 +94,7 @@ def linear_cross_entropy(
 
 
 def _shape(x: Tensor) -> Any:
-    """Return a shape, on TensorFlow in one tensor: its readers see that rows stay together."""
+    """Return a shape; on TensorFlow as one tensor, so that the engine sees that examples stay."""
     if keras.backend.backend() == "jax":
         return x.shape
     import tensorflow as tf
@@ -105,13 +105,13 @@ def _shape(x: Tensor) -> Any:
 def _check_shapes(
     hidden: Tensor, kernel: Tensor, labels: Tensor, bias: Tensor | None
 ) -> tuple[int, int]:
-    fit = (
+    is_valid = (
         len(kernel.shape) == 2
         and len(hidden.shape) == len(labels.shape) + 1
         and hidden.shape[-1] == kernel.shape[1]
         and (bias is None or tuple(bias.shape) == (kernel.shape[0],))
     )
-    if not fit or None in tuple(kernel.shape):
+    if not is_valid or None in tuple(kernel.shape):
         checks.fail(
             "`hidden` is [..., width], `kernel` [vocabulary, width], `labels` [...] and `bias` "
             "[vocabulary].",
@@ -124,76 +124,67 @@ def _check_shapes(
 
 
 def _over_chunks(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Tensor]]:
-    """Carry `body` over the chunks of a vocabulary; return the last carry, and the joined tensors.
+    """Run `body` on each chunk of a vocabulary; return the last carry, and the joined tensors.
 
-    One chunk after the other: side by side, they would be in memory together.
+    Chunks are computed one after the other, so that only one is in memory: on JAX those of full
+    size in a loop. On TensorFlow their operations are repeated, because XLA computes what is in a
+    loop on one core of a CPU.
     """
-    over = _scanned if keras.backend.backend() == "jax" else _unrolled
-    carry, parts = over(body, carry, size, math.ceil(size / math.ceil(size / chunk_size)))
+    chunk_size = math.ceil(size / math.ceil(size / chunk_size))
+    parts, start = [], 0
+    if keras.backend.backend() == "jax":
+        import jax
+
+        num_full, after = size // chunk_size, contextlib.nullcontext
+        carry, stacked = jax.lax.scan(
+            lambda carry, index: body(carry, index * chunk_size, chunk_size),
+            carry,
+            jax.numpy.arange(num_full),
+        )
+        start = num_full * chunk_size
+        parts = [[ops.reshape(part, (start, *part.shape[2:])) for part in stacked]]
+    else:
+        import tensorflow as tf
+
+        after = tf.control_dependencies
+    for first in range(start, size, chunk_size):
+        with after(keras.tree.flatten(carry)):
+            carry, part = body(carry, first, min(chunk_size, size - first))
+        parts.append(part)
     return carry, [ops.concatenate(tensors, axis=0) for tensors in zip(*parts, strict=True)]
 
 
-def _scanned(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
-    """Compile the complete chunks as one loop, and the rest apart."""
-    import jax
-
-    complete, rest = divmod(size, chunk_size)
-    carry, parts = jax.lax.scan(
-        lambda carried, index: body(carried, index * chunk_size, chunk_size),
-        carry,
-        jax.numpy.arange(complete),
-    )
-    joined = [[ops.reshape(part, (complete * chunk_size, *part.shape[2:])) for part in parts]]
-    if rest:
-        carry, last = body(carry, complete * chunk_size, rest)
-        joined.append(last)
-    return carry, joined
-
-
-def _unrolled(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
-    """Write the chunks out, each to begin when the one before is done.
-
-    XLA computes what is inside a loop on one core of a CPU.
-    """
-    import tensorflow as tf
-
-    parts = []
-    for start in range(0, size, chunk_size):
-        with tf.control_dependencies(tf.nest.flatten(carry)):
-            carry, part = body(carry, start, min(chunk_size, size - start))
-        parts.append(part)
-    return carry, parts
-
-
 def _first_equal(logits: Tensor, highest: Tensor) -> Tensor:
-    """Return the index of each position's highest logit, as `argmax`, in vectors on CPUs too."""
+    """Return what `argmax` would, by operations that CPUs compute on vectors."""
     indices = ops.arange(logits.shape[1], dtype="int32")
     return ops.min(ops.where(logits == highest[:, None], indices, logits.shape[1]), axis=1)
 
 
 def _forward(inputs: Inputs, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, predictions, and the logarithms of the sums that softmax divides by."""
+    """Return losses, predictions, and the logarithm of the divisor of each softmax."""
     hidden, kernel, bias, labels = inputs
 
     def body(carry: Any, start: Tensor | int, length: int) -> tuple[Any, Any]:
         highest, total, best = carry
         _, logits = inputs.logits(start, length)
-        here = ops.max(logits, axis=1)
-        best = ops.where(here > highest, _first_equal(logits, here) + start, best)
-        top = ops.maximum(highest, here)
-        total = total * ops.exp(highest - top) + ops.sum(ops.exp(logits - top[:, None]), axis=1)
-        return (top, total, best), ()
+        chunk_highest = ops.max(logits, axis=1)
+        chunk_best = _first_equal(logits, chunk_highest) + start
+        best = ops.where(chunk_highest > highest, chunk_best, best)
+        new_highest = ops.maximum(highest, chunk_highest)
+        total *= ops.exp(highest - new_highest)
+        total += ops.sum(ops.exp(logits - new_highest[:, None]), axis=1)
+        return (new_highest, total, best), ()
 
-    like = ops.cast(hidden[:, 0], "float32") * 0.0
-    # Not minus infinity: a chunk may have no other logits, and the difference would be NaN.
-    start = (like + np.finfo(np.float32).min, like, ops.cast(like, "int32"))
-    (highest, total, best), _ = _over_chunks(body, start, kernel.shape[0], chunk_size)
+    zeros = ops.cast(hidden[:, 0], "float32") * 0.0
+    # Not minus infinity: if all logits of a chunk were that, the difference would be NaN.
+    carry = (zeros + np.finfo(np.float32).min, zeros, ops.cast(zeros, "int32"))
+    (highest, total, best), _ = _over_chunks(body, carry, kernel.shape[0], chunk_size)
     is_token = ops.logical_and(labels >= 0, labels < kernel.shape[0])
     normalizer = ops.where(is_token, highest + ops.log(total), math.nan)
-    wanted = ops.sum(
+    label_logits = ops.sum(
         ops.cast(hidden, "float32") * ops.cast(ops.take(kernel, labels, axis=0), "float32"), axis=1
     ) + ops.cast(ops.take(bias, labels), "float32")
-    return normalizer - wanted, best, normalizer
+    return normalizer - label_logits, best, normalizer
 
 
 def _backward(
@@ -203,22 +194,23 @@ def _backward(
     hidden, kernel, bias, labels = inputs
 
     def body(carry: Any, start: Tensor | int, length: int) -> tuple[Any, Any]:
-        part, logits = inputs.logits(start, length)
+        kernel_chunk, logits = inputs.logits(start, length)
         is_label = ops.arange(length, dtype="int32") + start == labels[:, None]
         softmax = ops.exp(logits - normalizer[:, None])
-        change = (softmax - ops.cast(is_label, "float32")) * upstream[:, None]
-        narrow = ops.cast(change, hidden.dtype)
-        carry += ops.cast(ops.matmul(narrow, part), "float32")
-        of_part = ops.cast(ops.matmul(ops.transpose(narrow), hidden), kernel.dtype)
-        return carry, (of_part, ops.cast(ops.sum(change, axis=0), bias.dtype))
+        gradient = (softmax - ops.cast(is_label, "float32")) * upstream[:, None]
+        bias_gradient = ops.cast(ops.sum(gradient, axis=0), bias.dtype)
+        gradient = ops.cast(gradient, hidden.dtype)
+        kernel_gradient = ops.cast(ops.matmul(ops.transpose(gradient), hidden), kernel.dtype)
+        carry += ops.cast(ops.matmul(gradient, kernel_chunk), "float32")
+        return carry, (kernel_gradient, bias_gradient)
 
-    start = ops.zeros_like(hidden, dtype="float32")
-    of_hidden, (of_kernel, of_bias) = _over_chunks(body, start, kernel.shape[0], chunk_size)
-    return ops.cast(of_hidden, hidden.dtype), of_kernel, of_bias
+    carry = ops.zeros_like(hidden, dtype="float32")
+    hidden_gradient, gradients = _over_chunks(body, carry, kernel.shape[0], chunk_size)
+    return ops.cast(hidden_gradient, hidden.dtype), *gradients
 
 
 def _on_tensorflow(chunk_size: int) -> Any:
-    """Return the loss with its own gradient. Labels are integers, and have none."""
+    """Return the loss with its own gradient."""
     import tensorflow as tf
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -234,10 +226,10 @@ def _on_tensorflow(chunk_size: int) -> Any:
 
 
 def _on_jax(chunk_size: int) -> Any:
-    """Return the loss with its own gradient, in a way that `jax.checkpoint` takes too."""
+    """Return the loss with its own gradient, which `jax.checkpoint` supports too."""
     import jax
 
-    # Not `keras.ops.custom_gradient`, which has no way to have no gradient of an argument.
+    # Not `keras.ops.custom_gradient`, which needs a gradient of every argument: labels have none.
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def loss(*inputs: Tensor) -> Any:
         return _forward(Inputs(*inputs), chunk_size)[:2]
@@ -246,9 +238,9 @@ def _on_jax(chunk_size: int) -> Any:
         losses, predictions, normalizer = _forward(Inputs(*inputs), chunk_size)
         return (losses, predictions), (normalizer, Inputs(*inputs))
 
-    def backward(kept: tuple[Tensor, Inputs], upstream: tuple[Tensor, Tensor]) -> Any:
-        no_gradient = np.zeros(kept[1].labels.shape, jax.dtypes.float0)
-        return *_backward(upstream[0], *kept, chunk_size), no_gradient
+    def backward(residuals: tuple[Tensor, Inputs], upstream: tuple[Tensor, Tensor]) -> Any:
+        no_gradient = np.zeros(residuals[1].labels.shape, jax.dtypes.float0)
+        return *_backward(upstream[0], *residuals, chunk_size), no_gradient
 
     loss.defvjp(forward, backward)
     return loss

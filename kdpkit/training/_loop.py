@@ -15,13 +15,13 @@ from kdpkit.training._objective import Objective
 from kdpkit.training._steps import Steps
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training.tensorflow._parameter_server", "steps_of"),
+    "tensorflow": ("kdpkit.training.tensorflow._strategies", "steps_of"),
     "jax": ("kdpkit.training.jax._loop", "JaxSteps"),
 }
 
 
 def _guarded(method: Callable) -> Callable:
-    """Let a method's errors be explained where they come from other processes."""
+    """Run a method so that an error caused by another process explains that."""
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **settings: Any) -> Any:
@@ -32,33 +32,35 @@ def _guarded(method: Callable) -> Callable:
 
 
 class TrainingLoop:
-    """Trains, evaluates and predicts with a model on R replicas exactly as on one device would.
+    """Train a Keras model on several devices with a step of your own, as on one device.
 
-    Override `per_example_loss` to change what a step does. The rest stays: means over the examples
-    of the global batch, an optimizer that works once, metrics over examples, Keras' callbacks,
-    `History` and progress line. On TensorFlow a step is traced once, on the global batch, and only
-    layers are divided over the devices, as by `replica_exact`. The model is compiled with what is
-    given here, so that `model.save` keeps the optimizer's state; a model that was loaded goes on
-    with `TrainingLoop(model, optimizer=model.optimizer, loss=...)`. Which layers are trainable is
-    looked at when the loop first trains.
+    Override `per_example_loss` to change what a step computes. The loop does the rest as Keras'
+    `fit` does: means over all examples of a batch, whichever device had them, one update of the
+    optimizer for each batch, metrics, callbacks, `History` and the progress bar. On TensorFlow only
+    layers are divided over the devices, as by `replica_exact`.
+
+    The loop compiles the model with these arguments, so `model.save` keeps the optimizer's state.
+    Continue with a loaded model by `TrainingLoop(model, optimizer=model.optimizer, loss=...)`.
+    Freeze layers before the loop first trains.
 
     What is exact, and what a loss may depend on: docs/explanation/what_stays_exact.md. Several
-    processes: docs/how_to/several_processes.md. Under `ParameterServerStrategy` steps are
-    asynchronous: docs/how_to/parameter_servers.md.
+    processes: docs/how_to/several_processes.md. With `ParameterServerStrategy` each worker makes
+    its own steps, without waiting for the others: docs/how_to/parameter_servers.md.
 
     Args:
-        model: A Keras model, built in the strategy's scope.
+        model: A Keras model, built inside `with strategy.scope():` if there is a strategy.
         optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
-        loss: As in `compile`; none if `per_example_loss` needs none. Its reduction is taken over
-            the global batch; `reduction=None` means the mean.
+        loss: As in `compile`, with its reduction over the complete batch; `reduction=None` means
+            the mean. Leave it out if your `per_example_loss` does not use it.
         metrics: As in `compile`.
-        strategy: A `tf.distribute` strategy, or on JAX a mesh or a `DataParallel`. None takes the
-            strategy of the model, or the distribution that is set in Keras.
-        steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
-            last step of each call.
-        accumulation: Micro-batches that the global batch is split into, each of them divided over
-            the devices, to need less memory. The optimizer still makes one step, the same one, for
-            each batch. On TensorFlow `fit` raises if a loss or a layer compares examples.
+        strategy: The devices: on TensorFlow a strategy, as of `kdpkit.strategies.select_strategy`;
+            on JAX a `kdpkit.sharding.DataParallel`, a `ModelParallel` or a mesh. None takes the
+            strategy that the model was built in, or the distribution that is set in Keras.
+        steps_per_loop: Training steps for each call of the compiled function, as Keras'
+            `steps_per_execution`. Callbacks see the last step of each call.
+        accumulation: Micro-batches that each batch is split into, to need less memory. The
+            optimizer still makes one update for each batch, the same one. On TensorFlow `fit`
+            raises if a loss or a layer compares examples with each other.
         jit_compile: Whether XLA compiles the training step: on JAX all of it, on TensorFlow the
             forward pass, backward pass and update, on several devices the calls of divided layers.
             `"auto"` is the rule of Keras' `compile`: XLA on JAX, and on TensorFlow where the
@@ -67,15 +69,14 @@ class TrainingLoop:
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         batch_norm: As in `replica_exact`; with `accumulation` it normalizes each micro-batch.
-        remat: Whether the backward pass computes the inner activations of blocks again, which need
-            then not be kept. Blocks are the layers of the model that have layers of their own, such
-            as those of a transformer; of models in the model, their blocks, or they themselves.
-            Weights and losses are the same: docs/how_to/shard_variables.md.
+        remat: Whether the backward pass computes the activations inside of blocks again, which
+            saves the memory to keep them. Blocks are the layers that contain layers, such as those
+            of a transformer. Weights and losses stay the same: docs/how_to/shard_variables.md.
 
     Raises:
         ValueError: A count that is not positive; no loss; a model with a `train_step` or
-            `compute_loss` of its own and no `per_example_loss` in the loop; a model
-            or an optimizer that was built outside the strategy's scope.
+            `compute_loss` of its own but no `per_example_loss` in the loop; a model or an
+            optimizer that was built outside the strategy's scope.
 
     >>> import tensorflow as tf
     >>> from kdpkit import strategies, testing
@@ -158,23 +159,23 @@ class TrainingLoop:
         return self._steps.strategy
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
-        """Compute the loss of each example, and what the model predicts: the method to override.
+        """Compute the loss of each example, and the predictions: the method to override.
 
-        It gets the examples of the global batch, or with `accumulation` those of a micro-batch, of
-        which each loss must depend on its own example only. Write it as for one device, in
-        operations of Keras or of the backend, and neither average over the examples nor divide by
-        replicas: the loop weighs the losses by the sample weights, applies Keras masks, takes the
-        mean over the global batch, adds `model.losses`, and differentiates.
+        Write it as for one device, in operations of Keras or of the backend. Do not average over
+        the examples, nor divide by the number of devices: the loop applies sample weights and Keras
+        masks, takes the mean over the complete batch, adds `model.losses`, and differentiates. With
+        `accumulation` it is called on micro-batches; then a loss must depend on its own example
+        only.
 
         Args:
-            x: Features of these examples.
-            y: Labels of these examples; None if the dataset has none.
-            training: Whether a training step asks; False in `evaluate`.
+            x: Features of the batch.
+            y: Labels of the batch; None if the dataset has none.
+            training: True in a training step, False in `evaluate`.
 
         Returns:
-            The losses, of shape `(examples,)` or `(examples, ...)`, or a dictionary of such for
-            several outputs; and the predictions that metrics are computed from. `self.loss(y,
-            predictions)` gives the losses that were passed to the constructor.
+            The losses, of shape `(examples,)` or `(examples, ...)`, or for several outputs a
+            dictionary of them; and the predictions for the metrics. `self.loss(y, predictions)`
+            computes the losses that were passed to the constructor.
         """
         predictions = self.model(x, training=training)
         return self.loss(y, predictions), predictions
@@ -194,16 +195,16 @@ class TrainingLoop:
         """Train, and validate after each epoch.
 
         Args:
-            train: A `tf.data.Dataset` or `keras.utils.PyDataset` of global batches `x`, `(x, y)` or
-                `(x, y, sample_weight)`; on JAX also a Grain dataset or a PyTorch `DataLoader`.
-                Batches of any size are trained on exactly. Where a dataset's options do not say
-                whether tf.data tunes it, it does not.
+            train: A `tf.data.Dataset` or `keras.utils.PyDataset` of batches `x`, `(x, y)` or
+                `(x, y, sample_weight)`, each for all devices together; on JAX also a Grain dataset
+                or a PyTorch `DataLoader`. Batches may have any size. tf.data's autotuning is off,
+                unless the dataset's options set it.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
-            epochs: The number of the epoch to end before.
+            epochs: The number of the epoch to end before, as in `keras.Model.fit`.
             callbacks: Keras callbacks, called as by `keras.Model.fit`.
             initial_epoch: The epoch to begin with, from 0.
-            steps_per_epoch: Batches in an epoch; None takes all of the dataset. With a
-                number, an epoch goes on where the last one stopped.
+            steps_per_epoch: Batches in an epoch, which begins where the last one stopped; None
+                takes the complete dataset.
             verbose: As in `keras.Model.fit`.
 
         Returns:
@@ -218,7 +219,9 @@ class TrainingLoop:
         if steps_per_epoch is not None:
             steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch)
         feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
-        held_out = validation is not None and self._steps.open(validation, "validation", take=None)
+        validation_feed = None
+        if validation is not None:
+            validation_feed = self._steps.open(validation, "validation", take=None)
         self._steps.build(feed, training=True)
         self._reject_changes()
         all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
@@ -229,16 +232,10 @@ class TrainingLoop:
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
             all_callbacks.on_epoch_begin(epoch)
-            logs = self._go_through(
-                feed,
-                self._steps.train,
-                all_callbacks.on_train_batch_begin,
-                all_callbacks.on_train_batch_end,
-                lambda: model.stop_training,
-            )
-            if held_out:
-                validated = self._evaluate(held_out, all_callbacks)
-                logs |= {f"val_{name}": value for name, value in validated.items()}
+            logs = feed.run_epoch(self._steps.train, self.steps_per_loop, all_callbacks, "train")
+            if validation_feed:
+                results = self._evaluate(validation_feed, all_callbacks)
+                logs |= {f"val_{name}": value for name, value in results.items()}
             all_callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
@@ -255,8 +252,8 @@ class TrainingLoop:
             verbose: As in `keras.Model.evaluate`.
 
         Returns:
-            `loss`, with several outputs also the loss of each, and the metrics. A loss is that of
-            Keras on one device: the mean of the batches' losses, weighted by their examples.
+            `loss`, for several outputs also the loss of each, and the metrics. A loss is the mean
+            of the batches' losses, weighted by their numbers of examples, as in Keras.
 
         Raises:
             ValueError: As `fit`.
@@ -270,12 +267,11 @@ class TrainingLoop:
         """Predict for every example of a dataset, in its order.
 
         Args:
-            dataset: Batches as in `fit`; labels and weights are not looked at.
+            dataset: Batches as in `fit`; labels and weights are ignored.
             verbose: As in `keras.Model.predict`.
 
         Returns:
-            NumPy arrays in the structure of the model's output, with as many examples as the
-            dataset has, on any number of replicas.
+            NumPy arrays in the structure of the model's output, one entry for each example.
 
         Raises:
             ValueError: As `fit`.
@@ -284,18 +280,19 @@ class TrainingLoop:
         progress = self._callback_list((), verbose, feed)
         outputs: list[Any] = []
 
-        def end(batch: int, of_call: list[Any]) -> None:
-            outputs.extend(of_call)
-            progress.on_predict_batch_end(batch)
+        def predict(batches: Any, steps: int) -> tuple[int, None]:
+            done, predictions = self._steps.predict(batches, steps)
+            outputs.extend(predictions)
+            return done, None
 
+        self.model.stop_predicting = False
         progress.on_predict_begin()
-        begin = progress.on_predict_batch_begin
-        self._go_through(feed, self._steps.predict, begin, end, lambda: False)
+        feed.run_epoch(predict, self.steps_per_loop, progress, "predict")
         progress.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     def _reject_changes(self) -> None:
-        """Reject to train with what was compiled for another optimizer or other variables."""
+        """Raise if the step was compiled for another optimizer or other trainable variables."""
         optimizer, variables = self._trained or (self.optimizer, self.model.trainable_variables)
         self._trained = optimizer, variables
         if self.optimizer is not optimizer:
@@ -303,7 +300,7 @@ class TrainingLoop:
                 "The model was compiled again since this loop trained it, and has another "
                 "optimizer.",
                 model=self.model.name,
-                remedy="Make a new loop, with the optimizer that is to train.",
+                remedy="Make a new loop with this optimizer.",
             )
         now = self.model.trainable_variables
         if [*map(id, now)] != [*map(id, variables)]:
@@ -311,51 +308,18 @@ class TrainingLoop:
                 "Other weights are trainable than when this loop first trained.",
                 then=len(variables),
                 now=len(now),
-                remedy="Make a new loop and a new optimizer when layers are frozen or thawed.",
+                remedy="Make a new loop and a new optimizer when layers are frozen or unfrozen.",
             )
 
     def _evaluate(self, feed: Feed, callbacks: Any) -> dict[str, float]:
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
         self._steps.reset_metrics()
-        logs = self._go_through(
-            feed,
-            self._steps.test,
-            callbacks.on_test_batch_begin,
-            callbacks.on_test_batch_end,
-            lambda: self.model.stop_evaluating,
-        )
+        logs = feed.run_epoch(self._steps.test, self.steps_per_loop, callbacks, "test")
         arrays = {name: np.asarray(value) for name, value in logs.items()}
         logs = {name: array if array.ndim else float(array) for name, array in arrays.items()}
         callbacks.on_test_end(logs)
         return logs
-
-    def _go_through(
-        self,
-        feed: Feed,
-        run: Callable[[Any, int], tuple[int, Any]],
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        is_stopped: Callable[[], bool],
-    ) -> Any:
-        """Run an epoch's steps, many in a call; return the result of the last call."""
-        first, result = 0, None
-        feed.start_epoch()
-        while first != feed.steps:
-            count = self.steps_per_loop
-            count = count if feed.steps is None else min(count, feed.steps - first)
-            begin(first)
-            done, of_call = feed.run(run, count)
-            if done:
-                result = of_call
-                end(first + done - 1, result)
-            first += done
-            if is_stopped():
-                return result
-            if done < count:
-                break
-        feed.end_epoch(first)
-        return result
 
     def _callback_list(
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: Any
@@ -368,7 +332,7 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=[*self._steps.means],  # these two for `Resume`
+            metrics=[*self._steps.means],  # `Resume` reads this and the next one.
             steps_at_once=self.steps_per_loop,
             **settings,
         )

@@ -1,4 +1,4 @@
-"""Means over the global batch, seen from inside one replica."""
+"""The mean loss of a batch that several devices share, for training loops of your own."""
 
 import tensorflow as tf
 
@@ -11,19 +11,19 @@ def global_mean_loss(
     global_batch_size: int | tf.Tensor | None = None,
     sample_weight: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Return this replica's part of the mean loss over the global batch.
+    """Return one device's part of the mean loss of a batch that several devices share.
 
-    The parts of all replicas add up to the mean that one device would compute, and so do their
-    gradients, however unevenly the batch is split: `sum(per_example * sample_weight) /
-    global_batch_size`. These are the semantics of `tf.nn.compute_average_loss`. Call it in the
-    replicas, inside `strategy.run`, and sum the gradients; do not divide by the number of
-    replicas again.
+    For a training loop that you write with `strategy.run`, which calls your step on each device (a
+    replica) with its part of the batch. There this returns `sum(per_example * sample_weight) /
+    global_batch_size`, as `tf.nn.compute_average_loss`. The sum over the replicas, of losses as of
+    gradients, equals the mean that one device would compute, even if some replicas have fewer
+    examples. So sum the gradients, and do not divide by the number of replicas.
 
     Args:
-        per_example: Losses of this replica's examples, of shape `(examples,)`, or `(examples, ...)`
-            for several losses of an example, of which the mean is taken.
-        global_batch_size: Examples of the global batch. None counts those that are really present
-            on all replicas, so that an uneven last batch is exact.
+        per_example: Losses of this replica's examples, of shape `(examples,)`; or `(examples, ...)`
+            if an example has several, of which the mean is taken.
+        global_batch_size: Examples of the complete batch. None counts those on all replicas, so
+            that a smaller last batch is exact too.
         sample_weight: Weights of shape `(examples,)` or of `per_example`'s shape. They do not
             change the divisor.
 
@@ -61,7 +61,7 @@ def global_mean_loss(
     elif not tf.is_tensor(global_batch_size):
         global_batch_size = checks.integer("global_batch_size", global_batch_size)
     losses_per_example = tf.reduce_prod(tf.shape(losses)[1:])
-    wide = losses.dtype if losses.dtype.size >= 4 else tf.float32  # bfloat16 counts up to 256
+    wide = losses.dtype if losses.dtype.size >= 4 else tf.float32  # bfloat16 counts only to 256.
     total = tf.reduce_sum(tf.cast(losses, wide))
     divisor = tf.cast(global_batch_size * losses_per_example, wide)
     return tf.cast(tf.math.divide_no_nan(total, divisor), losses.dtype)

@@ -94,7 +94,6 @@ def _head_of(model: keras.Model) -> Any:
         checks.fail(
             "`MaskedLMLoop` trains models with KerasHub's `MaskedLMHead` on their token embedding.",
             model=type(model).__name__,
-            weights_of_head=names,
             remedy="Train it with `TrainingLoop`.",
         )
     tie_weights = getattr(embedding, "tie_weights", True)

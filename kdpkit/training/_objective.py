@@ -1,8 +1,8 @@
-"""Losses as sums and divisors, so that the parts of several replicas add up to one device's loss.
+"""Losses as sums and divisors, so that those of micro-batches add up to the loss of the batch.
 
-A Keras loss of a batch is a quotient: weighted losses, summed, over a divisor that its reduction
-and masks decide. Replicas and micro-batches each sum their own examples; the divisor is always that
-of the global batch. This is arithmetic on some examples, for both backends and without replicas.
+A Keras loss of a batch is a quotient: the sum of the weighted losses over a divisor that depends on
+its reduction, weights and masks. Each micro-batch, and on a TPU each replica, sums the losses of
+its examples; the divisor is always that of the global batch.
 """
 
 import dataclasses
@@ -16,32 +16,40 @@ from keras import ops
 from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import compute_output_spec, get_keras_mask, get_loss
 
-Nest: TypeAlias = Any  # one thing, or a list, tuple or dictionary of things, by output
-# Examples of the placeholders that a step is first traced with: a number unlikely to be that of
-# anything else, so that losses along another axis than the examples show.
+Nest: TypeAlias = Any  # a value, or a list, tuple or dictionary of values by output
+# A step is first traced with a batch of this many examples. No other axis is likely to have this
+# size, so losses that do not lie along the examples are found.
 PLACEHOLDER_EXAMPLES = 13
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """The loss of one output: `total / divisor`, each summed over all examples."""
+    """The loss of one output: `total / divisor`, each summed over all examples.
 
-    name: str  # of the output; empty if there is only one
-    total: Tensor  # the losses of these examples, weighted and summed
-    per_example_count: Tensor  # losses of an example: its divisor in a plain mean
-    counted: Tensor | None = None  # the divisor, where weights or masks decide it
-    is_sum: bool = False  # without a divisor
+    Args:
+        name: The name of the output; empty if there is only one.
+        total: The weighted losses of these examples, summed.
+        losses_per_example: The number of losses of an example, which a plain mean divides by.
+        divisor: The sum to divide by, if it depends on weights or masks.
+        is_sum: Whether the reduction is a sum, which is not divided.
+    """
+
+    name: str
+    total: Tensor
+    losses_per_example: Tensor
+    divisor: Tensor | None = None
+    is_sum: bool = False
 
 
 class Sums(NamedTuple):
-    """What some examples add to the loss and its gradients; those of more examples are added.
+    """What some examples add to the loss of the global batch, and to its gradients.
 
     Args:
-        losses: Of each output, over the divisor of the global batch without weights and masks.
-        real: Of each output whose divisor weights and masks decide: that divisor over the other.
-            A loss is to be divided by it once all examples have been seen.
-        additional: Regularizers and what `add_loss` added.
-        gradients: First of all that is complete, then of each loss in `real`.
+        losses: The loss of each output, divided as a plain mean over the global batch.
+        real: For each output whose divisor depends on weights or masks, this divisor over that of
+            the plain mean: the loss must be divided by it when all examples have been added.
+        additional: Regularizers, and losses that `add_loss` added.
+        gradients: First those of everything without an entry in `real`, then of each loss in it.
     """
 
     losses: dict[str, Tensor]
@@ -51,13 +59,13 @@ class Sums(NamedTuple):
 
 
 class Objective:
-    """The losses of a model's outputs, as given to `compile`, one for each example.
+    """The losses of a model's outputs, as passed to `compile`, one for each example.
 
     Args:
         loss: A Keras loss, a function or a name, or a list or dictionary of them by output.
         loss_weights: A factor, or a list or dictionary of them by output.
-        output_names: The model's names of its outputs, where it has them.
-        in_parts: Whether it is computed on parts of a batch: micro-batches, or those of replicas.
+        output_names: The model's names of its outputs, if it has them.
+        in_parts: Whether it is computed on parts of a batch, such as micro-batches.
     """
 
     def __init__(
@@ -72,21 +80,21 @@ class Objective:
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
-        self._named: list[str] = []
+        self._last_names: list[str] = []  # of the outputs that the losses were last computed for
 
     def __call__(self, y: Nest, predictions: Nest) -> Nest:
-        """Return the losses of the examples: a tensor, or of several outputs one for each name."""
-        self._named = names = self._names(predictions)
+        """Return the losses of the examples; for several outputs a dictionary of them by name."""
+        self._last_names = names = self._names(predictions)
         settings = {"loss": self.loss, "loss_weights": self.loss_weights, "labels": y}
         for setting, nest in settings.items():
             if not _fits(nest, names, may_stand_alone=setting == "loss"):
                 _reject_mismatch(setting, nest, names or 1)
         if not names:
-            return self._losses(_only(self.loss), _only(y), predictions)
+            return self._losses(_single(self.loss), _single(y), predictions)
         return {
-            name: self._losses(loss, _of(name, y, names), _of(name, predictions, names))
+            name: self._losses(loss, _entry(y, name, names), _entry(predictions, name, names))
             for name in names
-            if (loss := _of(name, self.loss, names)) is not None
+            if (loss := _entry(self.loss, name, names)) is not None
         }
 
     def _losses(self, loss: Any, y: Nest, prediction: Nest) -> Tensor:
@@ -101,30 +109,24 @@ class Objective:
             _reject_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
         loss = get_loss(loss, y, prediction)
         y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
-        # One that compares the examples of a batch has several numbers, as `Circle`, or one.
-        if getattr(loss, "fn", None) is not keras.losses.circle:
-            losses = loss.call(y, prediction)
-            if len(losses.shape):
-                return losses
-        return self._loss_of_all_examples(loss, y, prediction)
-
-    def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
-        """Compute a loss on the examples of the batch, and count it for each of these."""
-        if self.in_parts:
+        losses = loss.call(y, prediction)
+        # `Circle` compares the examples of a batch, although it returns a loss for each.
+        is_of_batch = len(losses.shape) == 0 or getattr(loss, "fn", 0) is keras.losses.circle
+        if is_of_batch and self.in_parts:
             checks.fail(
-                "This loss computes the examples of a batch together, and micro-batches, or "
-                "replicas, have some of them alone.",
+                "This loss compares the examples of a batch, of which a micro-batch, or a replica, "
+                "has only some.",
                 loss=loss.name,
                 predictions_shape=tuple(prediction.shape),
                 remedy="Train with `accumulation=1` and `jit_compile=False`; if it is to be of "
                 "each example, let the model return predictions of two axes, `(examples, 1)`.",
             )
-        value = loss.call(y, prediction)
-        if len(value.shape):
-            return value
-        if loss.reduction == "sum":  # over the examples that its parts are added up for
-            value /= ops.cast(ops.shape(prediction)[0], value.dtype)
-        return ops.broadcast_to(value, (ops.shape(prediction)[0],))
+        if len(losses.shape):
+            return losses
+        num_examples = ops.shape(prediction)[0]
+        if loss.reduction == "sum":  # The loss is repeated, and summed again later.
+            losses /= ops.cast(num_examples, losses.dtype)
+        return ops.broadcast_to(losses, (num_examples,))
 
     def terms(self, losses: Nest, predictions: Nest, sample_weight: Nest) -> list[Term]:
         """Weigh and sum the losses of `per_example_loss`."""
@@ -133,51 +135,47 @@ class Objective:
             losses, predictions = {"": losses}, keras.tree.flatten(predictions)[0]
         nests = (predictions, self.loss, sample_weight)
         return [
-            _term(name, loss, *(_of(name, nest, names) for nest in nests))
+            _term(name, loss, *(_entry(nest, name, names) for nest in nests))
             for name, loss in losses.items()
         ]
 
     def sums(self, terms: list[Term], added: list[Tensor], counts: tuple[Any, Any]) -> Sums:
-        """Divide what some examples give by the divisors of the global batch.
+        """Divide the losses of some examples by the divisors of the global batch.
 
         Args:
             terms: The losses of the examples.
-            added: What their layers added.
-            counts: How many they are, and how many are in the global batch.
+            added: The losses that layers added.
+            counts: The numbers of these examples, and of those in the global batch.
         """
-        divide, num_global_examples = ops.divide_no_nan, counts[1]
-        plain = {
-            term.name: 1
-            if term.is_sum
-            else ops.cast(num_global_examples, term.total.dtype) * term.per_example_count
-            for term in terms
-        }
-        share = divide(*(ops.cast(count, "float32") for count in counts))
-        return Sums(
-            losses={term.name: divide(term.total, plain[term.name]) for term in terms},
-            real={t.name: divide(t.counted, plain[t.name]) for t in terms if t.counted is not None},
-            additional=ops.convert_to_tensor(additional_loss(added, share)),
-        )
+        divide, (_, num_global_examples) = ops.divide_no_nan, counts
+        losses, real = {}, {}
+        for term in terms:
+            plain = ops.cast(num_global_examples, term.total.dtype) * term.losses_per_example
+            losses[term.name] = term.total if term.is_sum else divide(term.total, plain)
+            if term.divisor is not None:
+                real[term.name] = term.divisor if term.is_sum else divide(term.divisor, plain)
+        fraction = divide(*(ops.cast(count, "float32") for count in counts))
+        return Sums(losses, real, ops.convert_to_tensor(_additional_loss(added, fraction)))
 
     def parts(self, sums: Sums) -> list[Tensor]:
-        """Return what is minimised: the sum of all that is complete, then the losses in `real`."""
+        """Return what is minimized: the sum of all without an entry in `real`, then the others."""
         weighted = {name: self.weight(name) * loss for name, loss in sums.losses.items()}
         real = [weighted.pop(name) for name in sums.real]
         return [sum(weighted.values(), sums.additional), *real]
 
     def weight(self, name: str) -> float:
-        """Return an output's factor in the loss that is minimised."""
-        weight = _of(name, self.loss_weights, self._named or self.output_names or [])
+        """Return an output's factor in the loss that is minimized."""
+        weight = _entry(self.loss_weights, name, self._last_names or self.output_names or [])
         return 1.0 if weight is None else weight
 
     def _names(self, outputs: Nest) -> list[str]:
-        """Name several outputs, in the order in which a list has their settings."""
+        """Return the names of several outputs, in the order of a list of settings."""
         if isinstance(outputs, Mapping):
             return keras.tree.flatten({name: name for name in outputs})
         if not keras.tree.is_nested(outputs):
             return []
-        known = self.output_names or []
-        return known if len(known) == len(outputs) else [str(i) for i in range(len(outputs))]
+        names = self.output_names or []
+        return names if len(names) == len(outputs) else [*map(str, range(len(outputs)))]
 
 
 def _fits(nest: Nest, names: list[str], *, may_stand_alone: bool) -> bool:
@@ -185,7 +183,7 @@ def _fits(nest: Nest, names: list[str], *, may_stand_alone: bool) -> bool:
     if nest is None:
         return True
     if not names:
-        return not keras.tree.is_nested(_only(nest))
+        return not keras.tree.is_nested(_single(nest))
     if isinstance(nest, Mapping):
         return set(nest) <= set(names)
     return len(nest) == len(names) if isinstance(nest, list | tuple) else may_stand_alone
@@ -204,10 +202,10 @@ def _reject_mismatch(setting: str, nest: Nest, outputs: Nest) -> NoReturn:
     )
 
 
-def _of(name: str, nest: Nest, names: list[str]) -> Any:
-    """Return an output's part of a nest; what is not nested belongs to every output."""
-    if not name:  # the only output
-        return _only(nest)
+def _entry(nest: Nest, name: str, names: list[str]) -> Any:
+    """Return an output's entry of a nest; a value that is not nested holds for every output."""
+    if not name:  # There is only one output.
+        return _single(nest)
     if isinstance(nest, Mapping):
         return nest.get(name)
     if isinstance(nest, list | tuple) and name in names and len(nest) == len(names):
@@ -227,14 +225,14 @@ def trace_metrics(
 
     def trace(batch: Nest) -> Nest:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        given = loop.per_example_loss(x, y, training=False)
-        if not isinstance(given, tuple | list) or len(given) != 2:
+        result = loop.per_example_loss(x, y, training=False)
+        if not isinstance(result, tuple | list) or len(result) != 2:
             checks.fail(
                 "`per_example_loss` must return `(losses, predictions)`.",
-                returned=type(given).__name__,
+                returned=type(result).__name__,
                 remedy="Return what the metrics see as the second; without metrics, the losses.",
             )
-        losses, predictions = given
+        losses, predictions = result
         terms = loop.loss.terms(losses, predictions, sample_weight)
         names.extend(term.name for term in terms if term.name)
         loop.model.compute_metrics(x, y, predictions, sample_weight)
@@ -253,19 +251,19 @@ def trace_metrics(
     return names
 
 
-def additional_loss(losses: list[Tensor], share: Tensor | float) -> Tensor | float:
-    """Sum regularizers and losses of `add_loss`, so that they add up over replicas; 0 for none.
+def _additional_loss(losses: list[Tensor], fraction: Tensor | float) -> Tensor | float:
+    """Sum regularizers and losses of `add_loss`, so that those of all examples add up; 0 for none.
 
-    A scalar is a mean over some examples, or independent of them, so it counts with these examples'
-    share of all examples. Several values are summed, as Keras does.
+    A scalar is a mean over the examples, or independent of them, so it is multiplied by the
+    fraction of all examples that these are. Several values are summed, as Keras does.
     """
     total = 0.0
     for loss in losses:
         value = ops.convert_to_tensor(loss)
         if not keras.backend.is_float_dtype(value.dtype):
             value = ops.cast(value, keras.config.floatx())
-        if len(value.shape) == 0:  # of no examples, it is NaN
-            value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
+        if len(value.shape) == 0:  # Without examples a mean is NaN.
+            value = ops.where(fraction > 0, value * ops.cast(fraction, value.dtype), 0)
         total += ops.cast(ops.sum(value), keras.config.floatx())
     return total
 
@@ -279,24 +277,24 @@ def _term(
     if len(losses.shape) == 0:
         checks.fail(
             "`per_example_loss` must return a loss for each example, and here a mean or a sum was "
-            "taken already. Reduce over the last axes alone; the loop takes the mean over the "
-            "examples of all replicas.",
+            "taken already. Reduce over the last axes only; the loop takes the mean over the "
+            "examples.",
             losses_shape=tuple(losses.shape),
         )
     reduction = getattr(loss, "reduction", None)
     weights = [_along(losses, part) for part in (mask, sample_weight) if part is not None]
-    counted = None
+    divisor = None
     if reduction == "mean_with_sample_weight" and weights:
-        counted = ops.sum(functools.reduce(ops.multiply, weights))
+        divisor = ops.sum(functools.reduce(ops.multiply, weights))
     elif mask is not None:
-        entries = ops.cast(ops.maximum(ops.size(mask), 1), losses.dtype)
-        losses_of_entry = ops.cast(ops.size(losses), losses.dtype) / entries
-        counted = ops.sum(_along(losses, mask)) * losses_of_entry
+        mask_size = ops.cast(ops.maximum(ops.size(mask), 1), losses.dtype)
+        losses_per_entry = ops.cast(ops.size(losses), losses.dtype) / mask_size
+        divisor = ops.sum(_along(losses, mask)) * losses_per_entry
     return Term(
         name=name,
         total=ops.sum(functools.reduce(ops.multiply, [losses, *weights])),
-        per_example_count=ops.cast(ops.prod(ops.shape(losses)[1:]), losses.dtype),
-        counted=counted,
+        losses_per_example=ops.cast(ops.prod(ops.shape(losses)[1:]), losses.dtype),
+        divisor=divisor,
         is_sum=reduction == "sum",
     )
 
@@ -317,7 +315,7 @@ def _along(losses: Tensor, weight: Tensor) -> Tensor:
     return ops.expand_dims(weight, axis=tuple(range(len(weight.shape), len(losses.shape))))
 
 
-def _only(nest: Nest) -> Any:
-    """Take a single output's setting out of a list or dictionary of one."""
+def _single(nest: Nest) -> Any:
+    """Return the entry of a list or dictionary with one entry, and anything else as it is."""
     leaves = keras.tree.flatten(nest) if keras.tree.is_nested(nest) else [nest]
     return leaves[0] if len(leaves) == 1 else nest

@@ -1,4 +1,4 @@
-"""`check_parity`: whether R replicas train what stock Keras trains on one device; if not, where."""
+"""`check_parity`: whether R replicas train what stock Keras trains on one device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,14 +11,14 @@ import tensorflow as tf
 from kdpkit import strategies
 from kdpkit._internal import checks, optimizers
 from kdpkit._internal.datasets import untuned, with_private_batches
-from kdpkit.training.tensorflow._law import rounding_unit
+from kdpkit.training.tensorflow._layer_trial import rounding_unit
 
-_TOLERANCE = 1e-5  # of the largest change of any weight: float32 rounds about here
-_COMPARED = 4  # batches, the first ones
-_AMPLIFIED = 4.0  # times what rounding changes on one device is still called rounding
+_TOLERANCE = 1e-5  # relative to the largest change of any weight: the rounding of float32
+_COMPARED_BATCHES = 4
+_ROUNDING_FACTOR = 4.0  # Up to so many times what rounding changes on one device is rounding.
 _FLOAT32_EPSILON = 2.0**-23
 _TINY = 1e-30
-_LOOSEST = 0.05  # of the largest gradient: a model that is random in itself proves nothing
+_LARGEST_ROUNDING = 0.05  # of the largest gradient: a model that varies more proves nothing
 _RECORDER = "kdpkit_gradients"
 
 
@@ -28,14 +28,15 @@ class ParityReport:
 
     Attributes:
         replicas: How many replicas were compared with one device.
-        equal: Whether weights and logs agree to rounding.
-        weights: The largest difference of any weight over the largest change of any weight.
+        equal: Whether weights and logs are equal, except for rounding.
+        weights: The largest difference of any weight, relative to the largest change of any weight.
         logs: The largest relative difference of loss and metrics, by name.
-        batch: The first batch on which they differ, counted from 0; None if they agree.
-        variable: The path of the variable whose gradient, or else value, differs most on it.
-        gradients: The same as `weights` for gradients; None if only the optimizer differs.
-        factor: What the gradient of the replicas is one device's times; None if it is no multiple.
-        error: What training on replicas raised, where training on one device did not.
+        batch: The first batch after which they differ, counted from 0; None if they are equal.
+        variable: The path of the variable that differs most after this batch: by its gradient, or
+            by its value if all gradients are equal.
+        gradients: As `weights`, for gradients; None if only the optimizer differs.
+        factor: If the gradient of the replicas is a multiple of one device's, the factor.
+        error: What training on replicas raised, although training on one device did not.
     """
 
     replicas: int
@@ -56,35 +57,37 @@ class ParityReport:
             why = ", no more than by rounding" if self.weights > _TOLERANCE else ""
             return f"{who} train what one device trains: {off}{why}."
         if self.batch is None:
-            logs = ", ".join(f"{name} off by {by:.0e}" for name, by in self.logs.items())
+            logs = ", ".join(f"{name} off by {value:.0e}" for name, value in self.logs.items())
             return f"{who} train what one device trains, but log {logs}, {off}."
         where = f"after batch {self.batch} `{self.variable}` differs most"
-        by = "the optimizer"
+        cause = "the optimizer"
         if self.gradients is not None:
-            by = f"gradients by {self.gradients:.0e} of the largest"
+            cause = f"gradients by {self.gradients:.0e} of the largest"
         times = "" if self.factor is None else f", the step is {self.factor:.4g} times one device's"
-        return f"{who} do not train what one device trains: {where}, by {by}, {off}{times}."
+        return f"{who} do not train what one device trains: {where}, by {cause}, {off}{times}."
 
 
 def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) -> ParityReport:
-    """Train a few steps on one device and on replicas, and report whether they agree.
+    """Train a few steps on one device and on several, and report whether the results are equal.
 
-    Both start from the same weights (the random seed is set to 0 before each `build()`) and see the
-    same batches. Weights that agree to `1e-5` of their change are equal. Otherwise the gradients of
-    each batch at the first weights are compared, beside what rounding changes on one device.
-    TensorFloat-32 is off meanwhile.
+    Both trainings start from the same weights, because the random seed is set to 0 before each
+    `build()`, and see the same batches. Weights are equal if they differ by at most `1e-5` of the
+    largest change. If they differ more, the report says after which batch, in which variable, and
+    whether gradients or the optimizer are the cause. Differences that rounding makes on one device
+    as well do not count. TensorFloat-32 is off meanwhile.
 
     Args:
-        build: Returns a new, compiled model. It is called in the strategy's scope, and outside of
-            any for one device, where `kdpkit.training.replica_exact` leaves stock Keras as it is.
-        data: A `tf.data.Dataset` of global batches, of which the first four are taken, or one
-            batch as a tuple `(x, y)` or `(x, y, sample_weight)` of arrays.
-        replicas: Number of replicas, on as many devices (`kdpkit.strategies.select_strategy`).
+        build: Returns a new, compiled model. It is called inside the scope of a strategy of
+            `replicas` devices, and for one device without a strategy, where
+            `kdpkit.training.replica_exact` changes nothing.
+        data: A `tf.data.Dataset` of batches, of which the first four are used, or one batch as a
+            tuple `(x, y)` or `(x, y, sample_weight)` of arrays.
+        replicas: The number of devices, at least 2 (see `kdpkit.strategies.split_device`).
 
     Raises:
-        ValueError: The arguments leave nothing to compare: no batches, or a `build` that returns no
-            new, compiled model with the same weights each time, or one that learns nothing, or NaN.
-            What `build` and `fit` raise on one device passes through.
+        ValueError: There is nothing to compare: no batches, or `build` returns no new, compiled
+            model with the same weights each time, or one that learns nothing, or NaN. What `build`
+            and `fit` raise on one device is raised as it is.
 
     >>> from kdpkit import testing
     >>> def build():
@@ -104,7 +107,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
 
     def train(strategy: tf.distribute.Strategy, *changes: Callable[[keras.Model], None]) -> _Run:
         run, is_tf32 = _Run(), tf.config.experimental.tensor_float_32_execution_enabled()
-        tf.config.experimental.enable_tensor_float_32_execution(False)  # has errors of 5e-4
+        tf.config.experimental.enable_tensor_float_32_execution(False)  # It has errors of 5e-4.
         try:
             with strategy.scope():
                 keras.utils.set_random_seed(0)
@@ -123,45 +126,53 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
     one = train(one_device)
     try:
         many = train(strategy)
-    except Exception as error:  # of any kind: one device trained, so it is what we look for
+    except Exception as error:  # Whatever it is, one device did not raise it.
         return ParityReport(replicas, equal=False, weights=np.nan, logs={}, error=error)
     _check_runs(one, many)
-    off, logs = one.differences(many), one.differences_of_logs(many)
-    largest, _ = max(off)
+    weights, logs = one.differences(many), one.log_differences(many)
+    largest, _ = max(weights)
     if largest <= _TOLERANCE and max(logs.values()) <= 10 * _TOLERANCE:
         return ParityReport(replicas, equal=True, weights=largest, logs=logs)
-    recorded = train(one_device, _record_gradients), train(strategy, _record_gradients)
-    runs = (recorded, _LOOSEST, _record_gradients), ((one, many), np.inf)
-    for (mine, its), loosest, *changes in runs:
-        nudged, found = train(one_device, _nudge, *changes), mine.differences(its)
-        rounding = max(mine.rounding(), _AMPLIFIED * max(mine.differences(nudged))[0])
-        for batch, (by, name) in enumerate(found):
-            if not by <= min(rounding, loosest):
-                of = (by, mine.factor(its, batch)) if changes else ()
-                return ParityReport(replicas, False, off[batch][0], logs, batch, name, *of)
-    noise = one.differences_of_logs(nudged)
-    equal = all(logs[of] <= max(10 * _TOLERANCE, _AMPLIFIED * noise[of]) for of in logs)
+    # Gradients come first: where they differ, the weights differ too.
+    with_gradients = train(one_device, _record_gradients), train(strategy, _record_gradients)
+    comparisons: Any = (with_gradients, _LARGEST_ROUNDING, _record_gradients), ((one, many), np.inf)
+    for (run, other), limit, *changes in comparisons:
+        nudged = train(one_device, _nudge, *changes)
+        rounding = max(run.rounding(), _ROUNDING_FACTOR * max(run.differences(nudged))[0])
+        for batch, (difference, path) in enumerate(run.differences(other)):
+            if not difference <= min(rounding, limit):
+                gradients = (difference, run.factor(other, batch)) if changes else ()
+                off, _ = weights[batch]
+                return ParityReport(replicas, False, off, logs, batch, path, *gradients)
+    noise = one.log_differences(nudged)
+    limits = {name: max(10 * _TOLERANCE, _ROUNDING_FACTOR * noise[name]) for name in logs}
+    equal = all(logs[name] <= limits[name] for name in logs)
     return ParityReport(replicas, equal, largest, logs)
 
 
 def _dataset(data: Any) -> tf.data.Dataset:
-    """Return the batches that are compared, the same each time."""
+    """Return the batches that are compared, the same in each iteration."""
     if isinstance(data, tuple) and 1 <= len(data) <= 3 and data[0] is not None:
         data = tf.data.Dataset.from_tensors(data[:-1] if data[-1] is None else data)
     if not isinstance(data, tf.data.Dataset):
         checks.fail("`data` must be a tf.data.Dataset, or arrays `(x, y)`.", data=type(data))
-    dataset = data.take(_COMPARED).cache()
-    parts = [part for batch in dataset for part in tf.nest.flatten(batch)]
-    if not parts or not all(isinstance(p, tf.Tensor) and p.shape.rank and len(p) for p in parts):
+    dataset = data.take(_COMPARED_BATCHES).cache()
+    tensors = [tensor for batch in dataset for tensor in tf.nest.flatten(batch)]
+    if not tensors or not all(
+        isinstance(x, tf.Tensor) and x.shape.rank and len(x) for x in tensors
+    ):
         checks.fail(
-            "`data` must hold batches of dense tensors, with examples.", of=data.element_spec
+            "`data` must hold batches of dense tensors, with examples.", data=data.element_spec
         )
-    # Keras' own `fit` would write into the batches, and wait for tuning at an end.
+    # Keras' own `fit` would write into the batches, and wait for tf.data's tuning at its end.
     return untuned(with_private_batches(dataset))
 
 
 class _Run(keras.callbacks.Callback):
-    """Weights before training and after each batch; of trained ones gradients, if recorded."""
+    """Records the change of all variables after each batch, or of trained ones the gradients.
+
+    A state is one vector: first all trained weights, then the other weights.
+    """
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  # Keras' signature
         self.start = self._state()
@@ -173,44 +184,56 @@ class _Run(keras.callbacks.Callback):
     def _state(self) -> np.ndarray:
         trained, others = self.model.trainable_weights, self.model.non_trainable_weights
         self.variables = [*trained, *others]
-        self.trained = sum(np.prod(v.shape, dtype=int) for v in trained)
-        recorders = [of for of in vars(self.model).values() if getattr(of, "name", 0) == _RECORDER]
-        kept = [of._momentums for of in recorders] or [trained]
-        values = [sum(v.numpy() for v in of) for of in zip(*kept, strict=True)]
+        self.num_trained = sum(np.prod(v.shape, dtype=int) for v in trained)
+        attributes = vars(self.model).values()
+        recorders = [value for value in attributes if getattr(value, "name", 0) == _RECORDER]
+        recorded = [recorder._momentums for recorder in recorders] or [trained]
+        values = [sum(v.numpy() for v in each) for each in zip(*recorded, strict=True)]
         return np.hstack([np.zeros(0), *map(np.ravel, [*values, *(v.numpy() for v in others)])])
 
+    def _trained(self, state: np.ndarray) -> np.ndarray:
+        return state[: self.num_trained]
+
     def differences(self, other: "_Run") -> list[tuple[float, str]]:
-        """Return, of each batch, the largest difference over the largest change, and its path."""
-        found, ends = [], np.cumsum([np.prod(v.shape, dtype=int) for v in self.variables])
-        for mine, its in zip(self.changes, other.changes, strict=True):
-            # What is not trained has no gradient to judge it by: its own rounding is allowed for.
-            size = _largest((self.start + mine)[self.trained :])
-            allowed = 4 * _FLOAT32_EPSILON / _TOLERANCE * size
-            scale = np.full(mine.size, max(_largest(mine[self.trained :]), allowed))
-            scale[: self.trained] = _largest(mine[: self.trained])
-            by = np.abs(its - mine) / np.maximum(scale, _TINY)
-            variable = self.variables[np.searchsorted(ends, np.argmax(by), "right")]
-            found.append((float(np.max(by)), variable.path))
-        return found
+        """Return for each batch the largest relative difference, and the path of its variable."""
+        differences, ends = [], np.cumsum([np.prod(v.shape, dtype=int) for v in self.variables])
+        for change, other_change in zip(self.changes, other.changes, strict=True):
+            # Weights without gradients may have a large value that changes little: they are allowed
+            # the rounding of their value.
+            others = change[self.num_trained :]
+            value = _largest(self.start[self.num_trained :] + others)
+            scale = np.full(
+                change.size, max(_largest(others), 4 * _FLOAT32_EPSILON / _TOLERANCE * value)
+            )
+            scale[: self.num_trained] = _largest(self._trained(change))
+            relative = np.abs(other_change - change) / np.maximum(scale, _TINY)
+            variable = self.variables[np.searchsorted(ends, np.argmax(relative), "right")]
+            differences.append((float(np.max(relative)), variable.path))
+        return differences
 
     def rounding(self) -> float:
-        """Return what a run from nudged weights does not show: it adds the same steps to them."""
-        size = max(_largest((self.start + of)[: self.trained]) for of in self.changes)
-        changes = [_largest(of[: self.trained]) for of in self.changes]
-        change = min(filter(None, changes), default=1.0)  # the first rate of a warmup is zero
-        return max(_TOLERANCE, _AMPLIFIED * _FLOAT32_EPSILON * size / change)
+        """Return the rounding of a step, which is missing in a run that begins with other weights.
 
-    def differences_of_logs(self, other: "_Run") -> dict[str, float]:
-        """Return the largest relative differences of logs; what is NaN in both is the same."""
-        one, many = (run.model.history.history for run in (self, other))
-        both = ((np.nan_to_num([one[name], many[name]], nan=1e30), name) for name in one)
-        return {n: _largest(its - mine) / max(_largest(mine), _TINY) for (mine, its), n in both}
+        Adding the same step to slightly different weights rounds in nearly the same way.
+        """
+        value = max(_largest(self._trained(self.start + change)) for change in self.changes)
+        sizes = [_largest(self._trained(change)) for change in self.changes]
+        size = min(filter(None, sizes), default=1.0)  # The first rate of a warmup is zero.
+        return max(_TOLERANCE, _ROUNDING_FACTOR * _FLOAT32_EPSILON * value / size)
+
+    def log_differences(self, other: "_Run") -> dict[str, float]:
+        """Return the largest relative difference of each log; NaN in both is no difference."""
+        differences = {}
+        for name, values in self.model.history.history.items():
+            values, others = np.nan_to_num([values, other.model.history.history[name]], nan=1e30)
+            differences[name] = _largest(others - values) / max(_largest(values), _TINY)
+        return differences
 
     def factor(self, other: "_Run", batch: int) -> float | None:
-        """Return what the other's gradient is this one's times, if it is a multiple."""
-        mine, its = (run.changes[batch][: run.trained] for run in (self, other))
-        factor = float(its @ mine / (mine @ mine)) if mine.any() else np.nan
-        return factor if np.allclose(its, factor * mine, 0, 1e-3 * _largest(its)) else None
+        """Return the factor between the gradients, if the other's are a multiple of this run's."""
+        one, many = (run._trained(run.changes[batch]) for run in (self, other))
+        factor = float(many @ one / (one @ one)) if one.any() else np.nan
+        return factor if np.allclose(many, factor * one, 0, 1e-3 * _largest(many)) else None
 
 
 def _largest(values: np.ndarray) -> float:
@@ -218,20 +241,22 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _check_runs(one: _Run, many: _Run) -> None:
-    problems = {
-        "The weights are NaN or infinite on one device already.": np.isfinite(one.changes).all(),
-        "Two models that `build` returned start from different weights: they must not share "
-        "layers, and must draw from a fixed seed.": np.array_equal(one.start, many.start),
-        "No weight changed on one device: check which are frozen, and the first learning rates."
-        "": any(of[: one.trained].any() for of in one.changes),
-    }
-    for problem, is_right in problems.items():
-        if not is_right:
-            checks.fail(problem, trained_weights=int(one.trained))
+    if not np.isfinite(one.changes).all():
+        checks.fail("The weights are NaN or infinite on one device already.")
+    if not np.array_equal(one.start, many.start):
+        checks.fail(
+            "Two models that `build` returned start from different weights: they must not share "
+            "layers, and must draw from a fixed seed."
+        )
+    if not any(one._trained(change).any() for change in one.changes):
+        checks.fail(
+            "No weight changed on one device: check what is frozen, and the first learning rates.",
+            trained_weights=int(one.num_trained),
+        )
 
 
 def _nudge(model: keras.Model) -> None:
-    """Change every weight by about the rounding of the type that the model computes in."""
+    """Change every weight by about the rounding error of the type that the model computes in."""
     unit, random = rounding_unit(model), np.random.default_rng(0)
     for weight in model.trainable_weights:
         value = np.asarray(weight.numpy())
@@ -240,11 +265,12 @@ def _nudge(model: keras.Model) -> None:
 
 
 def _record_gradients(model: keras.Model) -> None:
-    """Have a batch's gradients, clipped, kept as the momentum of an Adam that trains nothing."""
+    """Replace the optimizers by one that trains nothing, and has the gradients as its momentum."""
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer):
-            of = optimizers.wrapped(value)
-            clipping = {n: getattr(of, n) for n in ("clipnorm", "global_clipnorm", "clipvalue")}
-            recorder = keras.optimizers.Adam(0.0, beta_1=0.0, name=_RECORDER, **clipping)
+            optimizer = optimizers.wrapped(value)
+            clipping = ("clipnorm", "global_clipnorm", "clipvalue")
+            settings = {setting: getattr(optimizer, setting) for setting in clipping}
+            recorder = keras.optimizers.Adam(0.0, beta_1=0.0, name=_RECORDER, **settings)
             recorder.build(model.trainable_weights)
             setattr(model, name, recorder)

@@ -1,8 +1,8 @@
-"""Rematerialisation: blocks of a model whose inner activations the backward pass computes again.
+"""Rematerialization: blocks of a model whose inner activations the backward pass computes again.
 
-A call of a block becomes a function of its tensors and of the variables that it reads. So what it
-assigns is assigned once, and its dropout draws the same numbers when it is computed again.
-`keras.RematScope` fails where a layer has a state: docs/upstream/keras_remat_and_state.md
+A call of a block becomes a function of its tensors and of the variables that it reads. So it
+assigns variables once, and its dropout draws the same numbers when it is computed again.
+`keras.RematScope` fails if a layer has a state: docs/upstream/keras_remat_and_state.md
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope
 
 
 class Result(NamedTuple):
-    """The tensors that a call of a block leaves."""
+    """All tensors that a call of a block computes."""
 
     outputs: list[Tensor]  # in the order of `keras.tree.flatten`
     masks: list[Tensor | None]  # of the outputs
@@ -26,23 +26,23 @@ class Result(NamedTuple):
 
 
 class BlockScope(keras.StatelessScope):
-    """Keeps what is assigned in it to itself, and notes which variables are read.
+    """Collects which variables are read and assigned in it, and assigns none.
 
-    Variables have the values given, or their current ones.
+    Variables have the values passed here, or else their current ones.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, Tensor]] = ()) -> None:
         super().__init__([*values], collect_losses=True)
-        self._around = get_stateless_scope()
+        self._outer_scope = get_stateless_scope()
         self.read: list[tuple[keras.Variable, Tensor]] = []
         self.assigned: dict[int, keras.Variable] = {}
 
     def get_current_value(self, variable: keras.Variable) -> Tensor | None:
         key = id(variable)
         if key not in self.state_mapping:
-            value = self._around and self._around.get_current_value(variable)
+            value = self._outer_scope and self._outer_scope.get_current_value(variable)
             value = _tensor(variable._value) if value is None else value
-            if value is None:  # it is being made
+            if value is None:  # The variable is being created.
                 return None
             self.state_mapping[key] = value
             self.read.append((variable, value))
@@ -60,21 +60,20 @@ class BlockCall:
         self.block = block
         self._call = call
         self._arguments = arguments
-        leaves = keras.tree.flatten(arguments)
-        self.tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
+        self.tensors = [leaf for leaf in keras.tree.flatten(arguments) if _is_tensor(leaf)]
         self._masks = [*map(get_keras_mask, self.tensors)]
-        self._output: Any = None  # with whatever tensors it was last computed
+        self._output: Any = None  # of the last call, for its structure
         self._assigned: list[keras.Variable] = []
 
     def __call__(self, tensors: Sequence[Tensor], scope: BlockScope) -> Result:
-        """Compute the block's output, and leave no trace of it."""
+        """Compute the block without side effects."""
         _set_masks(tensors, self._masks)
         args, kwargs = _with_tensors(self._arguments, tensors)
         with scope:
             self._output = self._call(*args, **kwargs)
-        losses = [*map(id, scope.losses)]
+        losses = {*map(id, scope.losses)}
         for layer in self.block._flatten_layers():
-            layer._loss_ids.difference_update(losses)  # other losses may get their identities
+            layer._loss_ids.difference_update(losses)  # Later losses may get the same `id`.
         self._assigned = [*scope.assigned.values()]
         outputs = [leaf for leaf in keras.tree.flatten(self._output) if _is_tensor(leaf)]
         return Result(
@@ -85,7 +84,7 @@ class BlockCall:
         )
 
     def finish(self, result: Result) -> Any:
-        """Assign and add what the block did, and return its output."""
+        """Assign variables and add losses as the block does, and return its output."""
         for variable, value in zip(self._assigned, result.assigned, strict=True):
             variable.assign(value)
         if result.losses:
@@ -96,15 +95,15 @@ class BlockCall:
 
 @contextlib.contextmanager
 def rematerialised(loop: Any, checkpointed: Callable[[BlockCall], Result]) -> Iterator[None]:
-    """Trace a training step in this, and the blocks of the model keep only their inputs, if asked.
+    """Trace a training step with rematerialized blocks, if the loop has `remat=True`.
 
-    `checkpointed` computes a block now, and again for its gradient, as the backend can.
+    The backend's `checkpointed` computes a block now, and again for its gradient.
     """
     blocks = {id(block): block for block in blocks_of(loop.model) if loop.remat}.values()
     if loop.remat and not blocks:
         checks.fail(
             "`remat` computes the inner activations of blocks again, and this model has none: no "
-            "layer of it has layers of its own.",
+            "layer of it contains layers.",
             model=loop.model.name,
             remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
         )
@@ -115,7 +114,7 @@ def rematerialised(loop: Any, checkpointed: Callable[[BlockCall], Result]) -> It
 
 
 def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
-    """Find the layers that have layers of their own; of models in the model, their blocks."""
+    """Yield the layers that contain layers; of a model inside the model its blocks."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
             yield from [*blocks_of(layer)] or [layer]
@@ -132,8 +131,8 @@ def _replaced_call(
 
     @functools.wraps(call)
     def rematerialised_call(*args: Any, **kwargs: Any) -> Any:
-        of_block = BlockCall(block, call, (args, kwargs))
-        return of_block.finish(checkpointed(of_block))
+        block_call = BlockCall(block, call, (args, kwargs))
+        return block_call.finish(checkpointed(block_call))
 
     # Not `setattr`, with which Keras looks for layers and variables to track.
     attributes["call"] = rematerialised_call
@@ -155,7 +154,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    """Return what a variable holds as a tensor: on TensorFlow, in a replica, its own copy's."""
+    """Return a variable's value as a tensor; on TensorFlow in a replica that of its own copy."""
     if keras.backend.backend() == "jax" or value is None:
         return value
     import tensorflow as tf
@@ -164,7 +163,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _with_tensors(nest: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a nest with other tensors in place of its own, in their order."""
+    """Return a nest whose tensors are replaced by others, in their order."""
     others = iter(tensors)
     return keras.tree.map_structure(lambda leaf: next(others) if _is_tensor(leaf) else leaf, nest)
 

@@ -1,4 +1,4 @@
-"""`Steps`: what a `TrainingLoop` asks of a backend, and what its three implementations share."""
+"""`Steps`: what a `TrainingLoop` needs from a backend, and what all backends share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,15 +13,16 @@ from kdpkit.training._objective import Sums
 class Steps(Protocol):
     """Runs the steps of a loop.
 
-    `TensorFlowSteps`, and `ParameterServerSteps` where workers train each on their own, are in
-    `training/tensorflow/`, `JaxSteps` in `training/jax/`.
+    `TensorFlowSteps`, `ParameterServerSteps` and `TpuSteps` are in `training/tensorflow/`,
+    `JaxSteps` is in `training/jax/`.
     """
 
     loop: Any
     model: Any
     strategy: Any
     _jit: bool | str  # the argument `jit_compile` of the loop
-    _means: dict[str, Any]  # metrics of the losses: of all of it, and of the outputs, if several
+    # The metrics of the losses: "" is the total, and each of several outputs has its own.
+    _means: dict[str, Any]
 
     @property
     def jit(self) -> bool:
@@ -33,34 +34,34 @@ class Steps(Protocol):
         return [*self._means.values()]
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Enter where variables are made."""
+        """Return the scope to create variables in."""
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Enter what explains that another process is gone."""
+        """Return a context that explains errors which other processes caused."""
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        """Check a dataset, spread its batches over the replicas, and build the model for them."""
+        """Check a dataset, distribute its batches over the devices, and build the model."""
 
     def build(self, feed: Feed, *, training: bool) -> None:
-        """Make all variables before the first step."""
+        """Create all variables before the first step."""
 
     def reset_metrics(self) -> None:
-        """Begin an epoch or an evaluation."""
+        """Reset all metrics before an epoch or an evaluation."""
         self.model.reset_metrics()
         for mean in self.means:
             mean.reset_state()
 
     def train(self, batches: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many training steps; give how many there were, and loss and metrics."""
+        """Run up to `steps` training steps; return their number, and loss and metrics."""
 
     def test(self, batches: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many evaluation steps; give how many there were, and loss and metrics."""
+        """Run up to `steps` evaluation steps; return their number, and loss and metrics."""
 
     def predict(self, batches: Any, steps: int) -> tuple[int, list[Any]]:
-        """Predict up to so many batches; give how many there were, and their predictions."""
+        """Predict up to `steps` batches; return their number, and the predictions."""
 
     def finish_training(self) -> None:
-        """Set the weights to their averages, if the optimizer keeps such."""
+        """Set the weights to their moving averages, if the optimizer keeps these."""
         with self.scope():
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
@@ -69,11 +70,11 @@ class Steps(Protocol):
         return self.model.get_metrics_result() | losses
 
     def _log_losses(self, sums: Sums, as_mean: Callable[[Any], tuple[Any, Any]]) -> list[Any]:
-        """Log the losses; return the factors that put real divisors in the place of plain ones.
+        """Update the metrics of the losses; return a factor for the gradients of each real one.
 
         Args:
-            sums: Of all examples of the global batch where it is a divisor.
-            as_mean: Returns a loss as a `Mean` counts it: value and weight.
+            sums: The sums over all examples of the global batch.
+            as_mean: Returns a loss as the value and weight to update a `Mean` with.
         """
         factors = {name: ops.divide_no_nan(1.0, real) for name, real in sums.real.items()}
         total = sums.additional

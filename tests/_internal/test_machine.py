@@ -32,9 +32,11 @@ import argparse, os
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import jax, jax.numpy as jnp, numpy as np
-from kdpkit import experiment, sharding
+from kdpkit import experiment
+from kdpkit.sharding._batches import place_batch, replicated
+from kdpkit.sharding._meshes import as_mesh
 strategy = experiment.strategy_from(argparse.Namespace(strategy="mirrored", replicas=2))
-mesh = sharding.as_mesh(strategy)
+mesh = as_mesh(strategy)
 
 def loss(weights, x):
     for weight in weights:
@@ -48,8 +50,8 @@ def step(weights, x):
 
 random = np.random.default_rng(0)
 weights = [random.normal(0, 0.1, (128, 128)).astype("float32") for _ in range(16)]
-weights = jax.device_put(weights, sharding.replicated(mesh))
-x = sharding.place_batch(np.ones((2048, 128), "float32"), mesh)
+weights = jax.device_put(weights, replicated(mesh))
+x = place_batch(np.ones((2048, 128), "float32"), mesh)
 for _ in range(200):
     weights = step(weights, x)
 print("finite:", np.isfinite(weights[0]).all())

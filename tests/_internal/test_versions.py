@@ -1,5 +1,7 @@
 """What is different with older versions of what kdpkit stands on."""
 
+import functools
+
 import keras
 import pytest
 from packaging.version import Version
@@ -13,19 +15,7 @@ before_means_of_activities = pytest.mark.skipif(
 )
 
 
-def regularized():
-    dense = keras.layers.Dense(3, activity_regularizer="l2")
-    return keras.Sequential([keras.Input((4,)), dense])
-
-
-def loss():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def batches():
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices(testing.toy_classification(9)).batch(4)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def test_a_batch_ends_with_the_last_index_of_its_execution():
@@ -36,7 +26,7 @@ def test_a_batch_ends_with_the_last_index_of_its_execution():
             seen.append(batch)
 
     model = testing.tiny_classifier()
-    model.compile("sgd", loss(), steps_per_execution=3)
+    model.compile("sgd", LOSS, steps_per_execution=3)
     x, y = testing.toy_classification(12)
     model.fit(x, y, batch_size=2, verbose=0, callbacks=[Ends()], shuffle=False)
     assert seen == [2, 5]
@@ -45,19 +35,22 @@ def test_a_batch_ends_with_the_last_index_of_its_execution():
 @before_means_of_activities
 @pytest.mark.tensorflow
 def test_replicas_do_not_support_sums_over_activities():
+    import tensorflow as tf
+
     strategy = strategies.select_strategy("mirrored", devices=2)
     with strategy.scope():
-        model = regularized()
-        model.compile("sgd", loss())
-    with pytest.raises(ValueError, match="Install Keras 3.14 or later.*Received: layer='dense'"):
-        replica_exact(model).fit(batches(), verbose=0)
-    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
-        replica_exact(model).evaluate(batches(), verbose=0)
-    loop = TrainingLoop(model, optimizer="sgd", loss=loss(), strategy=strategy)
-    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
-        loop.fit(batches(), epochs=1)
-    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
-        loop.evaluate(batches())
+        dense = keras.layers.Dense(3, activity_regularizer="l2")
+        model = keras.Sequential([keras.Input((4,)), dense])
+        model.compile("sgd", LOSS)
+    batches = tf.data.Dataset.from_tensor_slices(testing.toy_classification(9)).batch(4)
+    exact = replica_exact(model)
+    for call in (exact.fit, exact.evaluate):
+        with pytest.raises(ValueError, match="Install Keras 3.14 or later.*layer='dense'"):
+            call(batches, verbose=0)
+    loop = TrainingLoop(model, optimizer="sgd", loss=LOSS, strategy=strategy)
+    for call in (functools.partial(loop.fit, epochs=1), loop.evaluate):
+        with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
+            call(batches)
 
 
 @pytest.mark.jax

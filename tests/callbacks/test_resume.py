@@ -3,7 +3,9 @@
 The programs are in resume_programs.py; tests/test_elastic.py varies replicas and processes.
 """
 
+import contextlib
 import copy
+import io
 import os
 import pickle
 import random
@@ -218,6 +220,14 @@ def test_tracked_batches_can_be_copied_and_pickled(tmp_path):
 # States that cannot be written.
 
 
+@contextlib.contextmanager
+def shown_together():
+    """Write stdout and stderr to one text, as a terminal shows them."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        yield text
+
+
 LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
@@ -233,7 +243,7 @@ LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
     ],
 )
 def test_a_full_disk_is_reported_once_and_at_the_end_what_is_on_it(
-    full, failed, at_the_end, tmp_path, capsys
+    full, failed, at_the_end, tmp_path
 ):
     def fill_or_empty_the_disk(epoch, _):
         CheckpointDirectory(tmp_path).wait()
@@ -242,12 +252,15 @@ def test_a_full_disk_is_reported_once_and_at_the_end_what_is_on_it(
 
     disk = keras.callbacks.LambdaCallback(on_epoch_begin=fill_or_empty_the_disk)
     resume, epochs = Resume(tmp_path), full[-1] + 1
-    try:
-        model = fit(compiled(), resume.track(batches()), disk, resume, epochs=epochs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
+    with shown_together() as shown:
+        try:
+            data = resume.track(batches())
+            model = fit(compiled(), data, disk, resume, epochs=epochs, verbose=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
     assert model.history.epoch == [*range(epochs)]
-    *lines, last = [line for line in capsys.readouterr().err.splitlines() if line]
+    shown_lines = [line for line in shown.getvalue().split("\n") if line]
+    *lines, last = [line for line in shown_lines if "━" not in line and "Epoch" not in line]
     for line, (epoch, newest) in zip(lines, failed, strict=True):
         assert line.startswith(f"The training state of the end of epoch {epoch} could not be saved")
         assert line.endswith(newest)
@@ -285,6 +298,22 @@ def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
 # Signals.
 
 
+@pytest.mark.parametrize(("way", "error"), [("Ctrl-C", KeyboardInterrupt), ("request", SystemExit)])
+def test_a_stop_ends_the_line_of_the_progress_bar(way, error, tmp_path):
+    resume, stop = Resume(tmp_path), Stop(way, 2)
+    stop.resume = resume
+    with shown_together() as shown, pytest.raises(error) as ended:
+        fit(compiled(), resume.track(batches()), stop, resume, verbose=1)
+    sentence = f"Its state is in {tmp_path}, and the same program continues"
+    *_, last, end = shown.getvalue().split("\n")
+    assert end == ""
+    if error is KeyboardInterrupt:
+        assert sentence in str(ended.value)
+    else:
+        assert last.startswith("Training was stopped by request_stop()")
+        assert sentence in last
+
+
 def test_after_training_has_failed_a_signal_does_what_it_always_does(tmp_path):
     came = []
     signal.signal(signal.SIGINT, lambda *_: came.append("Ctrl-C"))
@@ -313,17 +342,17 @@ def test_after_a_stop_sigterm_does_what_it_always_does_or_nothing_until_training
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_signal_or_request_that_no_epoch_hears_any_more_acts_after_training(tmp_path):
+def test_a_signal_or_request_after_the_last_epoch_acts_after_training(tmp_path):
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append("SIGTERM"))
     former = signal.getsignal(signal.SIGTERM)
-    resume, late = Resume(tmp_path / "signal"), Stop("SIGTERM", 1, "on_train_end")
-    fit(compiled(), resume.track(batches()), late, resume)
-    assert came == ["SIGTERM"]
-    assert signal.getsignal(signal.SIGTERM) is former
-    resume, late = Resume(tmp_path / "request"), Stop("request", 1, "on_train_end")
-    late.resume = resume
-    assert fit(compiled(), resume.track(batches()), late, resume, epochs=1).history.epoch == [0]
+    for way in ("SIGTERM", "request"):
+        resume, late = Resume(tmp_path / way), Stop(way, 1, "on_train_end")
+        late.resume = resume
+        model = fit(compiled(), resume.track(batches()), late, resume, epochs=1)
+        assert model.history.epoch == [0]
+        assert came == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGTERM) is former
 
 
 def test_a_thread_saves_on_request(tmp_path):

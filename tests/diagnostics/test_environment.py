@@ -34,7 +34,7 @@ def test_what_cannot_work_or_wastes_time_is_found_and_no_more(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(packages, "wanted", dict)
+    monkeypatch.setattr(packages, "supported", dict)
     assert {where: finding.rule for where, finding in found(**known).items()} == expected
 
 
@@ -71,7 +71,7 @@ def test_a_version_that_was_not_tested_is_found_with_the_command(tmp_path, monke
     finding = found()["keras"]
     assert (finding.rule, finding.level) == ("version", "wrong")
     assert version in finding.problem
-    command = f'python -m pip install "keras{packages.wanted()["keras"]}"'
+    command = f'python -m pip install "keras{packages.supported()["keras"]}"'
     assert finding.remedy == f"Run `{command}`."
 
 

@@ -1,6 +1,6 @@
 """What targets name: scripts that run up to their first `fit`, and functions in modules."""
 
-import builtins
+import os
 import sys
 
 import keras
@@ -53,18 +53,12 @@ def test_a_script_is_run_up_to_its_first_fit_and_nothing_is_trained(script, caps
     path = script(
         "model = build()\n"
         "print('reads', sys.argv[1:])\n"
-        "model.fit(x, y, batch_size=16, epochs=9, initial_epoch=2, validation_data=(x, y))\n"
+        "model.fit(x, y, batch_size=16, epochs=9, initial_epoch=2, validation_split=0.5)\n"
         "raise SystemExit('goes on after its fit')\n"
     )
 
     def replaced():
-        return (
-            keras.Model.fit,
-            training.TrainingLoop.fit,
-            builtins.__import__,
-            sys.argv,
-            [*sys.path],
-        )
+        return keras.Model.fit, training.TrainingLoop.fit, sys.argv, [*sys.path]
 
     before = replaced()
     reached = asked_by(path, ["--data", "here"])
@@ -72,7 +66,7 @@ def test_a_script_is_run_up_to_its_first_fit_and_nothing_is_trained(script, caps
     assert int(reached.model.optimizer.iterations) == 0
     assert [len(part) for part in reached.dataset[:2]] == [64, 64]
     assert (reached.batch_size, reached.epochs) == (16, 7)
-    assert len(reached.validation_data) == 2
+    assert (reached.validation_split, reached.shuffle) == (0.5, True)
     output = capsys.readouterr()
     assert output.out == ""
     assert "reads ['--data', 'here']" in output.err
@@ -119,17 +113,32 @@ def test_a_file_of_any_name_is_the_one_that_is_named(name, script):
     assert asked_by(f"{path}:make").dataset.shape == (64, 8)
 
 
+def test_a_backend_that_comes_too_late_is_one_sentence(script, monkeypatch):
+    """Keras is loaded already; elsewhere a line such as the first one chooses it."""
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    line = 'os.environ["KERAS_BACKEND"] = "torch"\n'
+    for text in (f"import os\n{line}build().fit(x, y)", f"import os\nif True:\n    {line}1 / 0"):
+        with pytest.raises(
+            ValueError, match="sets KERAS_BACKEND=torch.*`KERAS_BACKEND=torch kdpkit"
+        ):
+            asked_by(script(text))
+    assert os.environ["KERAS_BACKEND"] == "tensorflow"
+
+
 @pytest.mark.parametrize(
     ("text", "target", "arguments", "sentence"),
     [
         ("build()", "train.py", [], "ended without a `fit`.*(dataset, model)"),
-        ("1 / 0", "train.py", [], "failed before its `fit`: ZeroDivisionError: division by zero"),
-        ("sys.exit('no data')", "train.py", [], "ended before its `fit`: SystemExit: no data"),
-        ("sys.exit(0)", "train.py:x", [], "train.py:x` fails: SystemExit: 0"),
+        ("1 / 0", "train.py", [], "train.py` fails: ZeroDivisionError: division by zero"),
+        ("sys.exit('no data')", "train.py", [], "train.py` fails: SystemExit: no data"),
+        ("sys.exit(0)", "train.py:x", [], "train.py:x` exits before it has returned"),
+        ("build().fit(x, y)", "train.py:make", [], "train.py` has no function `make`"),
+        ("make(", "train.py:make", [], "train.py:make` fails: SyntaxError"),
         ("build().fit(x, y)", "train.py:build", [], "It calls `fit` before.*__main__"),
         ("", "train.py:x", [], "train.py` has no function `x`"),
         ("", "nowhere.py:data", [], "There is no such file: nowhere.py"),
-        ("", "no_such_module:data", [], "fails: ModuleNotFoundError"),
+        ("", "no_such_module:data", [], "No module named 'no_such_module'"),
+        ("", "os.path:no_such_function", [], "`os.path` has no function `no_such_function`"),
         (
             "def other():\n    return build(), x",
             "train.py:other",

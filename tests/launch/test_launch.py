@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from kdpkit import cluster, launch
+from kdpkit import launch
+from kdpkit.cluster._config import VARIABLES
 from kdpkit.launch import _child_processes as child_processes
 from tests.processes import SOON, Process, left_of, wait_for_file
 
@@ -107,7 +108,7 @@ def test_a_full_disk_ends_all_and_is_named_as_the_cause(tmp_path):
 
 
 def test_every_process_finds_its_role_and_gpus_and_nothing_of_an_outer_cluster(start, monkeypatch):
-    for name in cluster.VARIABLES:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "left from outside")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     program = """

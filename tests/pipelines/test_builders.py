@@ -10,6 +10,25 @@ from kdpkit.testing import generators, laws
 FEW = settings(max_examples=8)  # each builds pipelines
 
 
+def test_a_cache_after_shuffling_keeps_one_order_and_one_before_it_does_not():
+    def orders(dataset):
+        return len({tuple(map(int, dataset)) for _ in range(2)})
+
+    numbers = tf.data.Dataset.range(50)
+    assert orders(numbers.shuffle(50, seed=1).cache()) == 1
+    assert orders(numbers.cache().shuffle(50, seed=1)) == 2
+
+
+@settings(max_examples=10)
+@given(examples=st.integers(5, 30), size=st.integers(1, 3), cache=st.booleans())
+def test_counting_finds_what_filter_hides(examples, size, cache):
+    numbers = tf.data.Dataset.range(examples)
+    even = numbers.filter(lambda number: number % 2 == 0)
+    assert (even.cache() if cache else even).cardinality() == tf.data.UNKNOWN_CARDINALITY
+    config = PipelineConfig(cache=cache)
+    assert len(train_pipeline(even, config, global_batch_size=size)) == -(-examples // 2) // size
+
+
 def numbers(batches):
     return [int(number) for batch in batches for number in batch]
 

@@ -11,6 +11,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [f"w{index}" for index in range(40)]
 TOKENIZER = keras_hub.models.BertTokenizer([*SPECIAL, *WORDS], lowercase=True)
 PAD, UNK, CLS, SEP, MASK = range(5)
+ENDS = {"start": CLS, "end": SEP, "pad": PAD}
 
 NEEDS_TEXT = pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
 
@@ -118,34 +119,6 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
     assert tokenizer.token_to_id("[UNK]") not in tokenizer(["The cat sat on a log."[:-1]])[0]
 
 
-LINES = tf.data.Dataset.from_tensor_slices(["one", "two"])
-
-
-def padding_tokenizer():
-    return keras_hub.models.BertTokenizer(TOKENIZER.get_vocabulary(), sequence_length=5)
-
-
-def tokenized(lines):
-    return lines.apply(pipelines.tokenize(TOKENIZER, sequence_length=4))
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
-        (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
-        (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
-        (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
-        (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
-        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned without text"),
-        (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
-    ],
-)
-def test_bad_arguments_get_one_sentence(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make()
-
-
 # Packing.
 
 
@@ -156,7 +129,7 @@ def vectors(sequences):
 
 
 def packed(documents, length):
-    stage = pipelines.pack_tokens(length, start=CLS, end=SEP, pad=PAD)
+    stage = pipelines.pack_tokens(length, **ENDS)
     return [sequence.numpy() for sequence in vectors(documents).apply(stage)]
 
 
@@ -184,11 +157,38 @@ def test_packed_sequences_hold_every_token_in_order_and_only_the_last_has_paddin
     assert len(sequences) == -(-len(wanted) // (length - 2))
 
 
-def test_what_cannot_be_packed_gets_one_sentence():
-    with pytest.raises(ValueError, match="`length` must be.*length=2"):
-        pipelines.pack_tokens(2, start=1, end=2, pad=0)
-    with pytest.raises(ValueError, match="`start` must be.*start=-1"):
-        pipelines.pack_tokens(8, start=-1, end=2, pad=0)
-    texts = tf.data.Dataset.from_tensor_slices(["text"])
-    with pytest.raises(ValueError, match="takes vectors of token ids.*tokenize"):
-        texts.apply(pipelines.pack_tokens(8, start=1, end=2, pad=0))
+# Bad input.
+
+
+LINES = tf.data.Dataset.from_tensor_slices(["one", "two"])
+
+
+def padding_tokenizer():
+    return keras_hub.models.BertTokenizer(TOKENIZER.get_vocabulary(), sequence_length=5)
+
+
+def tokenized(lines):
+    return lines.apply(pipelines.tokenize(TOKENIZER, sequence_length=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
+        (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
+        (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
+        (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
+        (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
+        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned without text"),
+        (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
+        (lambda: pipelines.pack_tokens(2, **ENDS), "`length` must be.*length=2"),
+        (lambda: pipelines.pack_tokens(8, **ENDS | {"start": -1}), "`start` must be.*start=-1"),
+        (
+            lambda: LINES.apply(pipelines.pack_tokens(8, **ENDS)),
+            "takes vectors of token ids.*tokenize",
+        ),
+    ],
+)
+def test_bad_arguments_get_one_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()

@@ -452,7 +452,7 @@ def on_one_device():
 
 def by_loop(data):
     model = net()
-    mesh = sharding.data_mesh(DEVICES)
+    mesh = sharding.DataParallel(DEVICES).device_mesh.backend_mesh
     loop = TrainingLoop(model, optimizer="sgd", loss=model.loss, strategy=mesh, steps_per_loop=2)
     loop.fit(data(), epochs=2, steps_per_epoch=3 if data is generator else None, verbose=0)
     return model, loop.predict(Batches(), verbose=0)
@@ -557,7 +557,7 @@ def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
             model.optimizer.learning_rate = 0.0
 
     start = float(np.sum(model.weights[0]))
-    loop = TrainingLoop(model, optimizer="adam", loss=model.loss, strategy=sharding.data_mesh(2))
+    loop = TrainingLoop(model, optimizer="adam", loss=model.loss, strategy=sharding.DataParallel(2))
     loop.fit(Batches(), epochs=1, callbacks=[Doubling()], verbose=0)
     assert seen[0] != start
     assert seen[1:] == pytest.approx([2 * seen[0], 4 * seen[0]])
@@ -627,7 +627,7 @@ def test_text_raises():
             return np.array(["a", "b"]), Y[:2]
 
     loop = TrainingLoop(net(), optimizer="sgd", loss="mse")
-    with pytest.raises(ValueError, match="gives text, and JAX has numbers alone"):
+    with pytest.raises(ValueError, match="gives text, and JAX has numbers only"):
         loop.fit(Words(), epochs=1)
 
 

@@ -163,8 +163,8 @@ def names_in(text):
     ],
 )
 def test_a_layer_that_mixes_examples_is_in_the_table_and_not_divided(name, settings):
-    from kdpkit.training.tensorflow._law import Verdict, try_layer
-    from kdpkit.training.tensorflow._libraries import is_of_a_library
+    from kdpkit.training.tensorflow._layer_trial import Verdict, try_layer
+    from kdpkit.training.tensorflow._library_layers import is_of_a_library
     from kdpkit.training.tensorflow._patches import installed
 
     short = name.rpartition(".")[-1]
@@ -185,7 +185,7 @@ def test_a_layer_that_mixes_examples_is_in_the_table_and_not_divided(name, setti
 
 
 def test_a_layer_of_a_newer_keras_is_tried():
-    from kdpkit.training.tensorflow._libraries import is_of_a_library
+    from kdpkit.training.tensorflow._library_layers import is_of_a_library
 
     unknown = type("New", (layers.Dense,), {"__module__": "keras.src.layers.core.new"})(3)
     unknown.build((None, 4))
@@ -194,7 +194,7 @@ def test_a_layer_of_a_newer_keras_is_tried():
 
 @pytest.mark.parametrize("name", sorted(names_in(TABLE) - {"Concatenate", "Dot"}))
 def test_what_is_in_the_table_is_not_divided(name):
-    from kdpkit.training.tensorflow._libraries import is_of_a_library
+    from kdpkit.training.tensorflow._library_layers import is_of_a_library
 
     layer, _ = made(name, {"Softmax": {"axis": 0}}.get(name))
     assert not is_of_a_library(layer)

@@ -14,7 +14,9 @@ from keras import layers, ops
 
 from kdpkit import sharding, testing, training
 from kdpkit.batches import ArrayBatches
+from kdpkit.sharding._batches import place_batch
 from kdpkit.sharding._layouts import Layouts
+from kdpkit.sharding._meshes import as_mesh
 
 pytestmark = [
     pytest.mark.jax,
@@ -176,7 +178,7 @@ def share_on_a_device(model):
 def collectives(model, x, distribution):
     """Return the numbers of collectives in a forward pass, by kind."""
     with distribution.scope():
-        placed = sharding.place_batch(x, sharding.as_mesh(distribution))
+        placed = place_batch(x, as_mesh(distribution))
         variables = model.trainable_variables, model.non_trainable_variables
         values = [[variable.value for variable in of] for of in variables]
         program = jax.jit(functools.partial(model.stateless_call, training=False))
@@ -422,7 +424,7 @@ def test_a_batch_axis_of_another_name_is_one_sentence():
     layout_map = keras.distribution.LayoutMap(mesh)
     wrong = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="data")
     with pytest.raises(ValueError, match=r'Batches are sharded over the axis "batch".*data'):
-        sharding.as_mesh(wrong)
+        as_mesh(wrong)
 
 
 def test_a_large_variable_that_stays_complete_is_told_once():

@@ -11,9 +11,9 @@ from keras import layers
 from kdpkit import strategies
 from kdpkit.training import replica_exact
 from kdpkit.training.tensorflow import _patches
-from kdpkit.training.tensorflow._copies import PartScope
 from kdpkit.training.tensorflow._split import split
 from kdpkit.training.tensorflow._step import Mesh, Part, Step, running
+from kdpkit.training.tensorflow._variable_copies import PartScope
 from tests.training.exactness import assert_same_weights
 
 pytestmark = pytest.mark.tensorflow

@@ -19,6 +19,8 @@ from kdpkit import sharding, training
 from kdpkit._internal import shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
+from kdpkit.sharding._batches import place_batch
+from kdpkit.sharding._meshes import as_mesh, data_mesh
 
 pytestmark = pytest.mark.jax
 X = np.random.default_rng(0).normal(size=(52, 64)).astype("float32")
@@ -133,7 +135,7 @@ def bytes_here(variables):
 @pytest.mark.filterwarnings("ignore:A large variable stays complete")
 @given(shape=st.lists(st.integers(0, 300), max_size=3).map(tuple), devices=st.integers(1, 8))
 def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
-    mesh = sharding.data_mesh(devices)
+    mesh = data_mesh(devices)
     part = shards.Shards("weights", mesh).weight(EVERYWHERE, shape).shard_shape(shape)
     divisible = [size for size in shape if size and size % devices == 0]
     if not divisible or math.prod(shape) < shards.SMALL:
@@ -149,7 +151,7 @@ def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
 @pytest.mark.filterwarnings("ignore:A large variable stays complete")
 @given(shape=st.lists(st.integers(1, 300), min_size=2, max_size=3).map(tuple), at=st.integers(0, 1))
 def test_what_devices_share_is_cut_along_another_axis_over_their_groups(shape, at):
-    mesh = sharding.as_mesh(sharding.ModelParallel(8, model=2))
+    mesh = as_mesh(sharding.ModelParallel(8, model=2))
     spec = PartitionSpec(*[None] * at, "model")
     shape = tuple(2 * size if axis == at else size for axis, size in enumerate(shape))
     cut = shards.Shards("weights", mesh).weight(spec, shape)
@@ -247,7 +249,7 @@ def step_of_loop(model, **settings):
 
 def compiled(step_of, model):
     step, state = step_of(model)
-    batch = sharding.place_batch((X[:48], Y[:48]), sharding.as_mesh(None))
+    batch = place_batch((X[:48], Y[:48]), as_mesh(None))
     return step.lower(state, batch).compile(compiler_options=BY_MEMORY)
 
 

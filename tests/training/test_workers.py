@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import scaling
-from kdpkit.training.tensorflow import _distribution
+from kdpkit.training.tensorflow import _global_batches
 from kdpkit.training.tensorflow._split import split
 
 pytestmark = pytest.mark.tensorflow
@@ -54,14 +54,14 @@ def opened(monkeypatch, *fingerprints):
         sums = [tf.reduce_sum(tf.cast(row, tf.int64), axis=0) for row in rows]
         return tf.add_n([tf.stack([of[0], of[1], of[1] * of[1]]) for of in sums])
 
-    monkeypatch.setattr(_distribution, "total", total)
+    monkeypatch.setattr(_global_batches, "total", total)
     mesh = types.SimpleNamespace(num_processes=len(rows))
-    with _distribution.explaining_differences():
-        return _distribution.opened(mesh, _distribution.Read(tf.constant([7]), rows[0]))
+    with _global_batches.explaining_differences():
+        return _global_batches.opened(mesh, _global_batches.Read(tf.constant([7]), rows[0]))
 
 
 def test_the_same_batches_are_opened_and_others_are_one_sentence(monkeypatch):
-    most = _distribution._HASHES - 1
+    most = _global_batches._HASHES - 1
     assert opened(monkeypatch, 5, 5, 5).numpy().tolist() == [7]
     assert opened(monkeypatch, *[most] * 1000).numpy().tolist() == [7]
     for others in ([5, 6], [*[most] * 999, most - 1], [1, 3, 2]):
@@ -74,7 +74,7 @@ def test_the_same_batches_are_opened_and_others_are_one_sentence(monkeypatch):
 def test_fingerprints_of_batches_differ_by_any_part():
     ragged = tf.ragged.constant([[1], [2, 3]])
     batch = {"x": ragged, "y": tf.constant(["a", "b"]), "none": None}
-    one = np.array(_distribution._fingerprint(batch)[0])
-    assert (one == np.array(_distribution._fingerprint(batch)[0])).all()
+    one = np.array(_global_batches._fingerprint(batch)[0])
+    assert (one == np.array(_global_batches._fingerprint(batch)[0])).all()
     for change in ({"x": tf.ragged.constant([[1, 2], [3]])}, {"y": tf.constant(["a", "c"])}):
-        assert (one != np.array(_distribution._fingerprint(batch | change)[0])).any()
+        assert (one != np.array(_global_batches._fingerprint(batch | change)[0])).any()

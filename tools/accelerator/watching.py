@@ -153,7 +153,7 @@ def _replicas(*, rehearse: bool) -> list[Row]:
     size, rounds = (64, 1) if rehearse else (1024, 5)
     epochs = {}
     for count in counts:
-        loop, data = _mlp(sharding.data_mesh(count), width=size, batch=size)
+        loop, data = _mlp(sharding.DataParallel(count), width=size, batch=size)
         repeated = Repeated(data, 20)
         epochs[count] = lambda loop=loop, of=repeated: loop.fit(of, epochs=1, verbose=0)
     figures = in_turns(

@@ -88,7 +88,7 @@ class Resume(keras.callbacks.Callback):
             callback_state.state_of(callback)  # This raises for an unknown kind.
         self.verbose = checks.one_of("verbose", verbose, ("auto", 0, 1))
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
-        self._data: Any = None  # a `data.TrackedData`, once `track` was called
+        self._data: Any = None  # the tracked data, once `track` was called
         self._stop = stopping.AgreedStop()
         # The program's calls of `fit`.
         self._finished_calls: list[dict[str, Any]] = []
@@ -398,9 +398,8 @@ class Resume(keras.callbacks.Callback):
             "lengths": {name: len(values) for name, values in history.history.items()},
         }
         self._finished_calls.append(self._earlier_end or end)
-        self._wait()
-        if self._checkpoints.is_failing:
-            processes.report(f"The end of training is not saved. {self._newest_on_disk()}")
+        if self._wait() and processes.index() == 0:
+            processes.report(f"The end of training is not saved. {self._newest_state()}")
         self._checkpoints.release()
         self._stop.end()
 
@@ -443,13 +442,14 @@ class Resume(keras.callbacks.Callback):
                 history.setdefault(name, []).append(callback_state.plain(value))
         return history, epochs
 
-    def _wait(self) -> None:
-        """Wait in all processes until the first has written the last state."""
+    def _wait(self) -> bool:
+        """Wait in all processes for the first one's last save; return whether it failed."""
         self._checkpoints.wait()
-        if processes.count() > 1:
-            processes.gathered([0], self._strategy)
+        if processes.count() == 1:
+            return self._checkpoints.is_failing
+        return bool(processes.gathered([self._checkpoints.is_failing], self._strategy).any())
 
-    def _newest_on_disk(self) -> str:
+    def _newest_state(self) -> str:
         directory, newest = self._checkpoints.directory, self._checkpoints.newest
         if newest is None:
             return f"{directory} has no state: the same program starts from its beginning."
@@ -459,10 +459,11 @@ class Resume(keras.callbacks.Callback):
         )
 
     def _leave(self) -> None:
-        self._wait()  # A launcher may stop all processes when one exits.
+        has_failed = self._wait()  # A launcher may stop all processes when one exits.
         self._checkpoints.release()
-        saved = (
-            f"Its state is in {self._checkpoints.directory}, and the same program continues from "
-            "there."
-        )
-        self._stop.leave(self._newest_on_disk() if self._checkpoints.is_failing else saved)
+        directory = self._checkpoints.directory
+        outcome = f"Its state is in {directory}, and the same program continues from there."
+        if has_failed:
+            outcome = "Its state could not be saved."
+            outcome += f" {self._newest_state()}" * (processes.index() == 0)
+        self._stop.leave(outcome)

@@ -7,14 +7,17 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics._doctor import batches
+from kdpkit.diagnostics._doctor import batches, training_step
 
 _SHORT = 0.25  # of a batch
+# How names of Keras' losses begin that compare two arrays of the same shape.
+_SAME_SHAPE = ("mean", "ma", "ms", "binary", "categoricalcrossentropy", "huber", "logcosh")
 
 
 def of_values(name: str, batch: Any, model: Any) -> Iterator[Finding]:
-    """Yield what is wrong with the values of examples, for any model or for this one."""
+    """Yield values that spoil any training, and labels that this model's loss does not take."""
     for part, leaf in batches.named_leaves(batch):
         array = np.asarray(leaf)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -47,7 +50,8 @@ def _of_labels(
             )
             remedy = "Count classes from 0, and give the last layer an output for each."
             yield Finding("labels", "wrong", where, problem, remedy)
-    if kind.startswith("sparse") or y.ndim != len(output):
+    is_of_keras = isinstance(loss, str) or loss.__module__.partition(".")[0] == "keras"
+    if not (is_of_keras and kind.startswith(_SAME_SHAPE)) or y.ndim != len(output):
         return
     if any(size not in (None, other) for size, other in zip(output[1:], y.shape[1:], strict=True)):
         problem = (
@@ -57,54 +61,45 @@ def _of_labels(
         yield Finding("labels", "wrong", where, problem, "Make the two shapes equal.")
 
 
-def of_fit(
-    data: Any,
-    *,
-    model: Any,
-    replicas: int,
-    is_exact: bool,
-    batch_size: int | None,
-    steps_per_epoch: int | None,
-    shuffle: bool,
-    validation_split: float,
+def of_sizes(
+    examples: int, batch_size: int | None, steps: int | None, model: Any, replicas: int
 ) -> Iterator[Finding]:
-    """Yield what is wrong with how `fit` cuts arrays into batches."""
-    examples = batches.num_examples(data)
-    count = math.floor(examples * (1 - validation_split))
-    size = batch_size or (math.ceil(count / steps_per_epoch) if steps_per_epoch else 32)
-    last = count % size
+    """Yield what is wrong with the batches that `fit` cuts arrays into."""
+    size = batch_size or (math.ceil(examples / steps) if steps else 32)
+    complete, last = divmod(examples, size)
     if size % replicas:
-        effect = "plain Keras gives the examples of smaller parts more weight"
-        problem = f"{replicas} replicas do not divide a batch of {size} examples: "
-        problem += "some have less to do than others." if is_exact else f"{effect}."
+        is_exact = training_step.is_exact(model)
+        problem = f"{replicas} replicas do not divide a batch of {size} examples"
+        problem += (
+            "." if is_exact else ", and plain Keras gives those of smaller parts more weight."
+        )
         remedy = f"Use `batch_size={math.ceil(size / replicas) * replicas}`"
         remedy += "." if is_exact else ", or `kdpkit.training.replica_exact(model)`."
         yield Finding("uneven-batch", "slow" if is_exact else "wrong", "train", problem, remedy)
     if last and (replicas > 1 or last <= _SHORT * size):
-        problem = (
-            f"The last batch has {last} of {size} examples, and weighs as much in the training as "
-            "a full one."
-        )
+        problem = f"The last batch has {last} of {size} examples, and weighs as much as a full one."
         remedy = "Choose a `batch_size` that divides the examples, or leave the last ones out."
         yield Finding("short-batch", "note", "train", problem, remedy)
-    if steps_per_epoch and steps_per_epoch > math.ceil(count / size):
-        problem = (
-            f"An epoch is to have {steps_per_epoch} steps, and ends after "
-            f"{math.ceil(count / size)}."
-        )
+    if steps and steps > complete + (last > 0):
+        problem = f"An epoch is to have {steps} steps, and ends after {complete + (last > 0)}."
         yield Finding("runs-out", "wrong", "train", problem, "Leave out `steps_per_epoch`.")
+
+
+def of_order(data: Any, examples: int, model: Any, *, shuffle: bool) -> Iterator[Finding]:
+    """Yield what the order of the examples spoils, of which the first are trained on."""
     classes = _classes_of(data, model)
     if classes is None:
         return
-    if missing := sorted({*classes[count:].tolist()} - {*classes[:count].tolist()}):
+    is_in_order = classes[0] != classes[-1] and bool(np.all(classes[1:] >= classes[:-1]))
+    held_out = {*classes[examples:].tolist()}
+    if held_out - {*classes[:examples].tolist()} or (held_out and is_in_order):
         problem = (
-            f"`validation_split` takes the last {examples - count:,} examples, which have classes "
-            f"that the others lack: {', '.join(map(str, missing[:5]))}."
+            f"`validation_split` takes the last {len(classes) - examples:,} examples, which have "
+            f"other classes than the rest: {checks.listed(sorted(held_out))}."
         )
         remedy = "Shuffle the arrays before `fit`; its `shuffle` acts after the split."
         yield Finding("split-classes", "wrong", "train, y", problem, remedy)
-    is_in_order = count > size and np.all(classes[1:count] >= classes[: count - 1])
-    if not shuffle and is_in_order and classes[0] != classes[count - 1]:
+    if is_in_order and not shuffle:
         problem = "The examples are in the order of their classes, and `shuffle` is False."
         yield Finding("not-shuffled", "wrong", "train, y", problem, "Leave out `shuffle=False`.")
 
@@ -117,7 +112,8 @@ def _classes_of(data: Any, model: Any) -> np.ndarray | None:
         return None
     y = np.asarray(y)
     y = y.argmax(axis=1) if kind.startswith("categorical") and y.ndim == 2 else y
-    return y.ravel() if y.size == len(y) else None
+    is_class = y.dtype.kind in "iufb" and y.size == len(y) and not np.any(y % 1)
+    return y.ravel() if is_class else None
 
 
 def _kind_of(loss: Any) -> str:

@@ -1,7 +1,7 @@
 """The batches of a dataset of any kind: their parts, and which sizes vary.
 
-A dataset that counts its epochs begins afterwards where it did before. The exception is a
-`tf.data.Dataset.shuffle` that shuffles each iteration again, which counts this one too.
+A dataset that counts its epochs begins afterwards where it did before, except for
+`tf.data.Dataset.shuffle`.
 """
 
 import copy
@@ -15,7 +15,7 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
@@ -24,19 +24,12 @@ _NAMES = ("x", "y", "sample_weight")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of all batches.
+    """One array of all batches."""
 
-    Attributes:
-        name: As in `x['token_ids']`.
-        shape: With None where batches may differ; None if even the number of axes is open.
-        dtype: The name of its type, or `"string"`, or `"object"` for other objects of Python.
-        is_dense: Whether it is a plain array, neither ragged nor sparse.
-    """
-
-    name: str
-    shape: tuple[int | None, ...] | None
-    dtype: str
-    is_dense: bool
+    name: str  # as in `x['token_ids']`
+    shape: tuple[int | None, ...] | None  # None where batches may differ
+    dtype: str  # or "string", or "object" for other objects of Python
+    is_dense: bool  # neither ragged nor sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +42,10 @@ class Batches:
 
 
 def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
-    """Look at the first batch of a dataset, and at what shows whether others differ.
-
-    Args:
-        dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
-            `DataLoader`, or arrays.
-        batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
-        name: Of the argument.
+    """Look at the first batch of a dataset or of arrays, and at what shows whether others differ.
 
     Raises:
-        ValueError: It is none of these, is empty, or raises before its first batch.
+        ValueError: It is no dataset, is empty, or raises before its first batch; `name` is its own.
     """
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
@@ -149,10 +136,10 @@ def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
-        own = copy.copy(untracked(dataset))  # which may count what is taken
-        count = own.num_batches
-        first = None if count == 0 else own[0]
-        return first, own[count - 1] if count and count > 1 else first
+        dataset = copy.copy(untracked(dataset))  # which may count what is taken
+        count = dataset.num_batches
+        first = None if count == 0 else dataset[0]
+        return first, dataset[count - 1] if count and count > 1 else first
     if are_arrays(dataset):
         last = (num_examples(dataset) - 1) // size * size
         return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
@@ -186,7 +173,7 @@ def _part(name: str, array: Any, other: Any) -> Part:
     shape, others = _shape(array) or (), _shape(other)
     common = None
     if others is not None and len(shape) == len(others):
-        common = tuple(one if one == two else None for one, two in zip(shape, others, strict=True))
+        common = tuple(a if a == b else None for a, b in zip(shape, others, strict=True))
     if hasattr(array, "shape") and not hasattr(array, "__array__"):  # ragged or sparse
         return Part(name, common, getattr(array.dtype, "name", ""), is_dense=False)
     array = np.asarray(array)

@@ -22,10 +22,9 @@ def largest_batch(
 
     Real steps are trained on the dataset's first batch, repeated or cut: its size is doubled until
     a step runs out of memory (or halved until none does), and then bisected, so that the result is
-    less than a quarter below what fits. Each size compiles the step again. Afterwards weights,
-    optimizer, metrics and random states of layers are what they were; a model that was not built is
-    built, and `model.history` is that of the last trial.
-    On JAX `plan_memory` finds it without a device. On a CPU the system may end the process before
+    less than a quarter below what fits. Each size compiles the step again. Afterwards the model is
+    built, `model.history` is that of the last trial, and the rest is what it was. On JAX
+    `plan_memory` finds the batch without a device. On a CPU the system may end the process before
     anything runs out of memory: limit the trials by `most`, or the process by `ulimit -v`.
 
     Args:
@@ -51,19 +50,14 @@ def largest_batch(
     unit = checks.integer("multiple_of", multiple_of)
     limit = sys.maxsize if most is None else checks.integer("most", most, minimum=unit) // unit
     speed.check_trainer(model)
-    found = batches.batches_of(dataset)
-    if not all(part.is_dense for part in found.parts):
-        checks.fail(
-            "The size of a batch is changed where all of its parts are plain arrays.",
-            others=[part.name for part in found.parts if not part.is_dense],
-        )
-
-    def fits(count: int) -> bool:
-        return _trains(model, found, count * unit)
-
+    data = batches.batches_of(dataset)
+    if others := [part.name for part in data.parts if not part.is_dense]:
+        checks.fail("All parts of a batch must be plain arrays.", others=others)
     try:
-        training_step.build(model, found.first)
-        largest = search(fits, max(1, found.examples // unit), limit)
+        training_step.build(model, data.first)
+        largest = search(
+            lambda count: _trains(model, data, count * unit), max(1, data.examples // unit), limit
+        )
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
@@ -93,19 +87,20 @@ def search(fits: Callable[[int], bool], start: int = 1, most: int = sys.maxsize)
     return fitting
 
 
-def _trains(trainer: Any, found: batches.Batches, examples: int) -> bool:
+def _trains(trainer: Any, data: batches.Batches, examples: int) -> bool:
     """Return whether steps on so many examples fit; what they change is restored."""
     model = training_step.model_of(trainer)
     fit = trainer.fit if training_step.is_loop(trainer) else training_step.fit_of(model)
     settings = {} if training_step.is_loop(trainer) else {"shuffle": False}
     try:
         with speed.unchanged(model):
-            which = np.arange(examples) % found.examples
+            which = np.arange(examples) % data.examples
             batch = keras.tree.map_structure(
-                lambda part: part if part is None else np.asarray(part)[which], found.first
+                lambda part: part if part is None else np.asarray(part)[which], data.first
             )
-            data = batches.repeated(batch)
-            fit(data, epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)
+            repeated = batches.repeated(batch)
+            fit(repeated, epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)
+            del repeated
             # JAX raises where a result is read that was computed meanwhile, or was not.
             checkpoints.values_of({"model": model.variables[:1]})
     except Exception as error:

@@ -1,10 +1,12 @@
 """`check_input`, and the report of both checks."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from kdpkit._internal import check_results
+from kdpkit.batches._array_batches import num_examples
 from kdpkit.diagnostics._doctor import arrays, batches, training_step
 
 
@@ -77,21 +79,14 @@ def check_input(
             settings = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "replicas": replicas}
             findings += _of_pipeline(name, part, model, **settings)
             continue
-        is_arrays = batches.are_arrays(part)
         argument = "dataset" if name == "train" else "validation_data"
+        is_arrays = batches.are_arrays(part)
         seen = part if is_arrays else batches.batches_of(part, name=argument).first
         findings += arrays.of_values(name, seen, model)
         if is_arrays and name == "train":
-            findings += arrays.of_fit(
-                part,
-                model=model,
-                replicas=replicas,
-                is_exact=training_step.is_exact(model),
-                batch_size=batch_size,
-                steps_per_epoch=steps_per_epoch,
-                shuffle=shuffle,
-                validation_split=validation_split,
-            )
+            count = math.floor(num_examples(part) * (1 - validation_split))
+            findings += arrays.of_sizes(count, batch_size, steps_per_epoch, model, replicas)
+            findings += arrays.of_order(part, count, model, shuffle=shuffle)
     return Report(check_results.in_order(findings), tuple(data))
 
 

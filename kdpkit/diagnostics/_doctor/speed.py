@@ -30,7 +30,7 @@ class SpeedReport:
         step_seconds: What a step takes, without callbacks.
         waiting_share: How much of it waits for input, from 0 to 1.
         slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
-            if the dataset is no `tf.data.Dataset`, or no stage could be measured alone.
+            if the dataset is no `tf.data.Dataset`, or no stage could be measured by itself.
     """
 
     step_seconds: float
@@ -44,11 +44,11 @@ class SpeedReport:
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns."""
-        found = f"A step takes {1000 * self.step_seconds:,.3g} ms, of which "
-        found += f"{self.waiting_share:.0%} waits for input."
+        text = f"A step takes {1000 * self.step_seconds:,.3g} ms, of which "
+        text += f"{self.waiting_share:.0%} waits for input."
         if self.slowest_stage:
-            found += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
-        return wrapped(found)
+            text += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
+        return wrapped(text)
 
 
 def check_speed(
@@ -57,11 +57,10 @@ def check_speed(
     """Train for a moment without callbacks, and report how long a step takes and waits for input.
 
     Real training is timed beside the same step on one batch held in memory; what it takes longer is
-    waiting for input. A `tf.data` pipeline is also run up to each of its stages.
-    Afterwards weights, optimizer, metrics and random states of layers are what they were, and the
-    epoch of a `train_pipeline` or an `ArrayBatches` has not moved; but a model that was not built
-    is built, `model.history` is that of the measurement, `Dataset.shuffle` has drawn some orders,
-    and caches are filled.
+    waiting for input. A `tf.data` pipeline is also run up to each of its stages. Afterwards
+    weights, optimizer, metrics, random states of layers and the epoch of a `train_pipeline` or an
+    `ArrayBatches` are what they were; but the model is built, `model.history` is that of the
+    measurement, `Dataset.shuffle` has drawn some orders, and caches are filled.
 
     Args:
         dataset: What `fit` trains on: as for `check_tpu`.

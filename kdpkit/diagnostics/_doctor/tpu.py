@@ -28,11 +28,9 @@ def check_tpu(
     the data draw are drawn.
 
     Args:
-        dataset: What `fit` is to train on: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain
-            dataset or a PyTorch `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y,
-            sample_weight)`.
-        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; some take uneven
-            batches.
+        dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset or a PyTorch
+            `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y, sample_weight)`.
+        model: A compiled Keras model or a `kdpkit.training.TrainingLoop`; some take uneven batches.
         replicas: Cores that share a global batch; 8 on the usual TPU host.
         validation_data: As `dataset`.
         batch_size: Examples in the batches that `fit` splits arrays into; None is 32, as in Keras.
@@ -69,28 +67,24 @@ def check_tpu(
 def _of_part(where: str, part: batches.Part) -> Iterator[Finding]:
     """Yield what is wrong with the type or the shape of an array."""
     if part.dtype == "string":
-        problem = "It holds text, and a TPU computes with numbers only."
         remedy = "Look text up in the pipeline, with a tokenizer or `keras.layers.StringLookup`."
-        yield Finding("string", "error", where, problem, remedy)
+        yield Finding("string", "error", where, "A TPU computes with numbers only.", remedy)
     if part.dtype in ("int64", "uint64", "float64"):
         problem = f"It is {part.dtype}: JAX casts it to 32 bits on the host, every step."
         remedy = f"Cast it to {part.dtype.replace('64', '32')} in the pipeline, or once beforehand."
         yield Finding("64-bit", "slow", where, problem, remedy)
-    problem = ""
-    if part.dtype == "object":
-        problem = "holds Python objects, such as lists of different lengths"
-    elif not part.is_dense:
-        problem = "is ragged or sparse"
+    if part.dtype == "object" or not part.is_dense:
+        problem = "It is ragged or sparse, or holds lists of different lengths."
     elif part.shape is None or None in part.shape[1:]:
-        problem = f"has the shape {part.shape or 'unknown'}"
-    if problem:
-        problem = f"It {problem}. A TPU's program is compiled for fixed shapes."
-        remedy = (
-            "Use one length, with `padded_batch(..., padded_shapes=...)` or "
-            "`kdpkit.pipelines.tokenize(sequence_length=...)`; declare a shape that Python "
-            "functions hide with `tf.ensure_shape`."
-        )
-        yield Finding("dynamic-shape", "error", where, problem, remedy)
+        problem = f"It has the shape {part.shape or 'unknown'}."
+    else:
+        return
+    remedy = (
+        "A TPU's program is compiled for fixed shapes: use one length, with `padded_batch` or "
+        "`kdpkit.pipelines.tokenize(sequence_length=...)`; declare a shape that Python functions "
+        "hide with `tf.ensure_shape`."
+    )
+    yield Finding("dynamic-shape", "error", where, problem, remedy)
 
 
 def _of_sizes(
@@ -98,26 +92,15 @@ def _of_sizes(
 ) -> Iterator[Finding]:
     """Yield what is wrong with the sizes of batches; kdpkit on JAX takes uneven ones."""
     if any(part.is_dense and part.shape and part.shape[0] is None for part in seen.parts):
-        problem = "The last batch may be smaller than the others: the step is compiled for one size"
-        problem += ", and again for it." if takes_uneven else "."
+        problem = "The last batch may be smaller than the others, and a step is compiled for each."
         remedy = "Use `batch(size, drop_remainder=True)`, or the remainder 'drop' or 'pad'."
         yield Finding("dynamic-batch", "note" if takes_uneven else "error", name, problem, remedy)
-    examples, full = seen.examples, replicas * _SUBLANES
-    nearest = [
-        size for size in (examples // full * full, math.ceil(examples / full) * full) if size
-    ]
-    remedy = (
-        f"Use a global batch of {' or '.join(map(str, nearest))}, a multiple of 8 for each core."
-    )
-    of_core, left = divmod(examples, replicas)
-    if left:
+    examples, tiles = seen.examples, replicas * _SUBLANES
+    if examples % tiles:
+        is_even = examples % replicas == 0
         problem = f"{replicas} cores do not divide a global batch of {examples} examples."
-        level = "slow" if takes_uneven else "error"
-        yield Finding("uneven-batch", level, name, problem, remedy)
-    elif of_core % _SUBLANES:
-        waste = 1 - of_core / (math.ceil(of_core / _SUBLANES) * _SUBLANES)
-        problem = (
-            f"A core gets {of_core} of {examples} examples, and computes on tiles of 8: "
-            f"{waste:.0%} of its work is padding."
-        )
-        yield Finding("tile-batch", "slow", name, problem, remedy)
+        if is_even:
+            problem = f"A core gets {examples // replicas} examples, and computes on tiles of 8."
+        remedy = f"Use a multiple of {tiles}, such as {math.ceil(examples / tiles) * tiles}."
+        level = "slow" if is_even or takes_uneven else "error"
+        yield Finding("tile-batch" if is_even else "uneven-batch", level, name, problem, remedy)

@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kdpkit import diagnostics
 
-    found = diagnostics.environment(
+    report = diagnostics.environment(
         try_strategies=args.try_strategies,
         timeout_seconds=args.timeout,
         on_start=lambda name: print(f"Trying {name} ...", file=sys.stderr, flush=True),
     )
-    print(found)
-    return 0 if found.clean else 1
+    print(report)
+    return 0 if report.clean else 1

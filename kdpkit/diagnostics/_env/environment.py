@@ -23,9 +23,8 @@ class Environment:
         versions: Of Python and of packages, where they are installed.
         backend: Keras' backend, and what chose it.
         devices: Those of TensorFlow and JAX, or why there are none.
-        strategies: What came of two training steps with each strategy, if they were tried: the
-            result, `"works"`, `"cannot"` (not as it is installed), `"failed"` or `"timed out"`, and
-            the replicas and their devices, or what is wrong.
+        strategies: Each strategy that was tried: the result, `"works"`, `"cannot"` (not as it is
+            installed), `"failed"` or `"timed out"`, and its devices, or what is wrong.
         findings: What prevents or slows training, the worst first.
     """
 
@@ -70,16 +69,14 @@ def environment(
 ) -> Environment:
     """Report what this machine and this Python offer for training, and what is wrong with them.
 
-    Versions are read from the packages' metadata. TensorFlow and JAX are started in processes of
-    their own, to count their devices: one that is broken or hangs is reported like all else, and
-    this process loads neither. The report names no machine and no user; what a framework raised may
-    name directories.
+    Versions are read from the packages' metadata. TensorFlow and JAX count their devices in
+    processes of their own: one that is broken or hangs is reported, and this process loads neither.
+    The report names no machine and no user; what a framework raised may name directories.
 
-    With `try_strategies` two steps are trained with each strategy, in processes of its own, and
-    compared with one device's: on TensorFlow all GPUs (two logical CPUs where there are no two
-    GPUs), two processes, a parameter server; on JAX all devices. Both steps are in one compiled
-    loop; on TensorFlow the second batch leaves replicas without examples. A strategy works if the
-    weights are those of one device, to `1e-5` of their change.
+    With `try_strategies` two steps are trained with each strategy, in processes of its own: on
+    TensorFlow all GPUs (two logical CPUs where there are no two GPUs), two processes, a parameter
+    server; on JAX all devices. A strategy works if the weights are those of one device, to `1e-5`
+    of their change.
 
     Args:
         try_strategies: Whether to train with every strategy, which takes seconds for each.
@@ -90,34 +87,31 @@ def environment(
         ValueError: A limit that is not positive.
     """
     timeout_seconds = checks.number("timeout_seconds", timeout_seconds, above=0)
-    gpus = _gpus()
-    versions = packages.versions()
+    gpus, versions = _gpus(), packages.versions()
     devices: dict[str, str] = {}
-    counted: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     broken: dict[str, str] = {}
     for name in packages.BACKENDS:
         if name not in versions:
             devices[name] = f"not installed. {packages.install_hint(name)}"
             continue
         words = [strategy_trials.CHILD, f"devices-of-{name}"]
-        result, found = strategy_trials.run(words, _WHEN_ASKED, timeout_seconds)
+        result, report = strategy_trials.run(words, _WHEN_ASKED, timeout_seconds)
         if result == strategy_trials.WORKS:
-            counted[name] = found
-            devices[name] = ", ".join(f"{kind}: {count}" for kind, count in found.items())
+            counts[name] = report
+            devices[name] = ", ".join(f"{kind}: {count}" for kind, count in report.items())
         else:
-            broken[name] = found
-            devices[name] = f"does not start: {found}"
-    trials = {}
-    if try_strategies:
-        trials = dict(strategy_trials.run_all(counted, timeout_seconds, on_start))
+            broken[name] = report
+            devices[name] = f"does not start: {report}"
+    trials = strategy_trials.run_all(counts, timeout_seconds, on_start) if try_strategies else ()
     backend, source = packages.keras_backend()
     return Environment(
         machine=_machine(gpus),
         versions=versions,
         backend=f"{backend} (chosen by {source})",
         devices=devices,
-        strategies=trials,
-        findings=check_results.in_order(findings(backend, counted, broken, has_gpu=bool(gpus))),
+        strategies=dict(trials),
+        findings=check_results.in_order(findings(backend, counts, broken, has_gpu=bool(gpus))),
     )
 
 
@@ -129,10 +123,10 @@ def findings(
     has_gpu: bool,
 ) -> Iterator[Finding]:
     """Yield what prevents training, or leaves a GPU unused: there may be one that nothing sees."""
-    for package, supported in packages.wanted().items():
+    for package, versions in packages.supported().items():
         installed = packages.version(package)
-        if installed and not supported.contains(installed, prereleases=True):
-            problem = f"Version {installed} is installed, and kdpkit was tested with {supported}."
+        if installed and not versions.contains(installed, prereleases=True):
+            problem = f"Version {installed} is installed, and kdpkit was tested with {versions}."
             yield Finding("version", "wrong", package, problem, packages.install_hint(package))
     if backend not in packages.BACKENDS:
         problem = "kdpkit does not train on this backend of Keras."
@@ -145,11 +139,10 @@ def findings(
         remedy = f'Run `python -c "import {name}"` to see the complete error.'
         yield Finding("does-not-start", "error", name, f"It does not start: {reason}", remedy)
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    for name, found in devices.items():
-        if has_gpu and not is_hidden and not {"GPU", "CUDA"} & found.keys():
+    for name, kinds in devices.items():
+        if has_gpu and not is_hidden and not {"GPU", "CUDA"} & kinds.keys():
             problem = (
-                "There is a GPU that it does not use: it was installed for the CPU, or does not "
-                "find CUDA's libraries."
+                "It does not use the GPU: it is for the CPU, or does not find CUDA's libraries."
             )
             extra = "and-cuda" if name == "tensorflow" else "cuda12"
             remedy = packages.install_hint(f"{name}[{extra}]=={packages.version(name)}")

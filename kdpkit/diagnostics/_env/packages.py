@@ -23,8 +23,8 @@ _DISTRIBUTIONS = {
 
 def versions() -> dict[str, str]:
     """Return the version of Python and of each package that matters, where it is installed."""
-    found = {name: version(name) for name in _SHOWN}
-    return {"python": platform.python_version()} | {name: v for name, v in found.items() if v}
+    installed = {name: version(name) for name in _SHOWN}
+    return {"python": platform.python_version()} | {name: v for name, v in installed.items() if v}
 
 
 def version(package: str) -> str | None:
@@ -54,19 +54,19 @@ def keras_backend() -> tuple[str, str]:
 
 
 def install_hint(package: str) -> str:
-    """Return a sentence with the command that installs a package, as kdpkit wants it.
+    """Return a sentence with the command that installs a version that kdpkit works with.
 
     >>> install_hint("torch==2.9")
     'Run `python -m pip install "torch==2.9"`.'
     """
-    return f'Run `python -m pip install "{package}{wanted().get(package, "")}"`.'
+    return f'Run `python -m pip install "{package}{supported().get(package, "")}"`.'
 
 
-def wanted() -> dict[str, SpecifierSet]:
+def supported() -> dict[str, SpecifierSet]:
     """Return the versions of packages that kdpkit works with; nothing if it is not installed."""
-    found: dict[str, SpecifierSet] = {}
+    specifiers: dict[str, SpecifierSet] = {}
     for text in (importlib.metadata.requires("kdpkit") or []) if version("kdpkit") else []:
         requirement = Requirement(text)
         if requirement.name in _SHOWN and requirement.specifier:
-            found.setdefault(requirement.name, requirement.specifier)
-    return found
+            specifiers.setdefault(requirement.name, requirement.specifier)
+    return specifiers

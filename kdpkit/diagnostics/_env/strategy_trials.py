@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdpkit import cluster, errors
+from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.cluster._config import VARIABLES
 
 CHILD = "kdpkit.diagnostics._env.strategy_trials"
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
@@ -70,12 +71,8 @@ def programs(devices: Devices) -> dict[str, tuple[list[str], dict[str, str]]]:
 def run(
     words: Sequence[str], variables: Mapping[str, str], timeout_seconds: float
 ) -> tuple[str, Any]:
-    """Run a module of kdpkit outside of any cluster, and end it when the time is up.
-
-    What `kdpkit launch` started ends with it, however it ends. The result comes with what the
-    program reported, or why it does not work.
-    """
-    inherited = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+    """Run a module outside of any cluster; return the result, with its report or the reason."""
+    inherited = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:
@@ -95,8 +92,8 @@ def run(
     if ended.returncode or not reports:
         last = [f": {line.strip(' .')}" for line in ended.stderr.splitlines() if line.strip()][-1:]
         reports.append((FAILED, f"It ended with exit code {ended.returncode}{''.join(last)}."))
-    result, found = next((report for report in reports if report[0] != WORKS), reports[0])
-    return result, found if result == WORKS else found.replace(str(Path.home()), "~")
+    result, text = next((report for report in reports if report[0] != WORKS), reports[0])
+    return result, text if result == WORKS else text.replace(str(Path.home()), "~")
 
 
 # In the processes that are started.
@@ -114,7 +111,7 @@ def _count_devices(framework: str) -> dict[str, int]:
 
 
 def _try(name: str) -> str:
-    """Train with a strategy and on one device, compare the weights, and describe the strategy."""
+    """Train with a strategy and on one device, compare the weights, describe the strategy."""
     os.environ["KERAS_BACKEND"] = "jax" if name == "jax" else "tensorflow"
     from kdpkit import testing
 
@@ -148,12 +145,11 @@ def _trained(data: Any, strategy: Any) -> tuple[Any, Any]:
     import keras
     import numpy as np
 
+    from kdpkit import testing
     from kdpkit.training import TrainingLoop
 
-    keras.utils.set_random_seed(0)
     with strategy.scope():
-        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
-        model = keras.Sequential([keras.Input((4,)), *layers])
+        model = testing.tiny_classifier()
     loop = TrainingLoop(
         model,
         optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
@@ -162,9 +158,13 @@ def _trained(data: Any, strategy: Any) -> tuple[Any, Any]:
         steps_per_loop=2,
         jit_compile="auto" if keras.backend.backend() == "jax" else False,
     )
-    start = np.concatenate([weight.ravel() for weight in model.get_weights()])
+    start = model.get_weights()
     loop.fit(data, epochs=1, verbose=0)
-    return start, np.concatenate([weight.ravel() for weight in model.get_weights()])
+    before, after = (
+        np.concatenate([weight.ravel() for weight in weights])
+        for weights in (start, model.get_weights())
+    )
+    return before, after
 
 
 def compare(trained: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
@@ -174,8 +174,7 @@ def compare(trained: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     if not difference <= _TOLERANCE:  # it may be NaN
         raise ArithmeticError(
             f"It does not train what one device does: weights differ by {difference:.0e} of their "
-            "change. This is a bug of kdpkit or of a framework: please report it, with the output "
-            "of `kdpkit env`."
+            "change. Please report this bug, with the output of `kdpkit env`."
         )
 
 

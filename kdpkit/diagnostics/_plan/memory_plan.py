@@ -27,34 +27,19 @@ Make = Callable[[], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """What each device needs for a training of these settings, in bytes.
+    """What each device needs for a training of these settings, in bytes."""
 
-    Attributes:
-        model: How many devices share the model, as in `kdpkit.sharding.ModelParallel`.
-        shard: As in `kdpkit.sharding.DataParallel`.
-        accumulation: Micro-batches, as in `kdpkit.training.TrainingLoop`.
-        remat: As in `kdpkit.training.TrainingLoop`.
-        equal: Whether it trains the same up to rounding as without any of these settings.
-        weights: Weights, and what else the model and its metrics keep.
-        gradients: Those of the weights, by their shapes.
-        optimizer: The optimizer's variables.
-        activations: What the forward pass keeps for the backward pass, and the batches that the
-            loop has on the devices.
-        temporaries: What else a step holds at its peak.
-        operations: Floating-point operations of a step on each device, without accumulation.
-    """
-
-    model: int
-    shard: str
-    accumulation: int
+    model: int  # devices that share the model, as in `ModelParallel`
+    shard: str  # as in `DataParallel`
+    accumulation: int  # micro-batches, as in `TrainingLoop`
     remat: bool
-    equal: bool
-    weights: int
+    equal: bool  # whether it trains the same up to rounding as without these settings
+    weights: int  # and what else the model and its metrics keep
     gradients: int
     optimizer: int
-    activations: int
-    temporaries: int
-    operations: float
+    activations: int  # what the forward pass keeps for the backward pass, and batches
+    temporaries: int  # what else a step holds at its peak
+    operations: float  # of floating-point numbers, in a step without accumulation
 
     @property
     def total(self) -> int:
@@ -62,10 +47,9 @@ class MemoryUse:
 
     def __str__(self) -> str:
         """Return the settings in a few words."""
-        words = [f"model={self.model}"] if self.model > 1 else []
-        words += [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
-        words += ["remat"] if self.remat else []
-        return " ".join(words)
+        model = f"model={self.model} " * (self.model > 1)
+        accumulation = f" K={self.accumulation}" * (self.accumulation > 1)
+        return f"{model}{self.shard}{accumulation}{' remat' * self.remat}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +57,9 @@ class MemoryPlan:
     """The ways to train a global batch, and which fit: what `plan_memory` returns.
 
     Attributes:
-        uses: See `MemoryUse`. Where none fits without `remat` and `accumulation`, also those with
-            as few micro-batches as fit, or the most.
+        uses: The ways that were tried, each with its `model`, `shard`, `accumulation` and `remat`,
+            and the bytes of `weights`, `gradients`, `optimizer`, `activations`, `temporaries` and
+            `total` that a device needs.
         memory: Bytes that each device has.
         replicas: Devices that share a batch.
         global_batch_size: Examples of a batch.
@@ -94,8 +79,7 @@ class MemoryPlan:
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent.
 
-        A model that several devices share is sent most, in every layer; so the largest part that
-        is data-parallel comes first.
+        A model that several devices share is sent most, in every layer.
         """
         shard = _SHARDS.index(use.shard)
         return not use.equal, use.remat, use.accumulation, use.model, shard
@@ -142,10 +126,10 @@ class MemoryPlan:
 def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPlan:
     """Work out what a training needs on each device, and the cheapest way to make it fit.
 
-    The global batch stays as it is. Each way to train it is compiled, for as many devices as asked
-    for, and never run: variables are shapes, so that a model may be larger than this machine. The
-    bytes of variables are exact, the sum of the other parts is what the compiled program asks for.
-    On a CPU, logical devices stand for the real ones. JAX alone reports these bytes.
+    The global batch stays as it is. Each way to train it is compiled for as many devices, and never
+    run, so that a model may be larger than this machine. The bytes of variables are exact, the sum
+    of the other parts is what the compiled program asks for. Only JAX reports these bytes; on a CPU
+    logical devices stand for the real ones.
 
     Args:
         make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`.
@@ -179,13 +163,13 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
 
 
 def _made(make: Make) -> tuple[Any, TrainingLoop]:
-    given = make()
-    if not isinstance(given, tuple) or len(given) != 2:
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2:
         checks.fail(
             "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
-            returned=type(given).__name__,
+            returned=type(made).__name__,
         )
-    dataset, trainer = given
+    dataset, trainer = made
     check_model(trainer)
     if not is_loop(trainer):
         trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
@@ -207,24 +191,24 @@ def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
         is_same = accumulation == 1 or step.micro_batches_are_exact
         return MemoryUse(remat=remat, equal=is_same, **settings, **need)
 
-    uncut = [use(shard, remat) for shard, remat in ways]
-    yield from uncut
-    if any(one.total <= memory and not one.remat for one in uncut):
+    complete = [use(shard, remat) for shard, remat in ways]
+    yield from complete
+    if any(each.total <= memory and not each.remat for each in complete):
         return
     for model in range(2, replicas + 1):  # devices that share the model, as few as fit
         if replicas % model == 0:
             shared = [use(shard, remat=False, model=model) for shard in shards]
             yield from shared
-            if any(one.total <= memory for one in shared):
+            if any(each.total <= memory for each in shared):
                 return
     counts = _micro_batches(step, replicas)
-    for (shard, remat), first in zip(ways, uncut, strict=True):
+    for (shard, remat), first in zip(ways, complete, strict=True):
         if counts and first.total > memory:
-            tried = (use(shard, remat, count) for count in counts)  # as few as fit, or the most
-            last = next(
-                one for one in tried if one.total <= memory or one.accumulation == counts[-1]
-            )
-            yield dataclasses.replace(last, operations=first.operations)  # XLA counts a loop once
+            for count in counts:  # as few as fit, or the most
+                tried = use(shard, remat, count)
+                if tried.total <= memory:
+                    break
+            yield dataclasses.replace(tried, operations=first.operations)  # XLA counts a loop once
 
 
 def _micro_batches(step: Any, replicas: int) -> list[int]:
@@ -235,7 +219,7 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
         if examples % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
     try:
-        step.kept(counts[-1], remat=False)
+        step.activations(counts[-1], remat=False)
     except errors.InputError:
         return []  # the loss compares examples, and no batch of it is split
     return counts[1:]

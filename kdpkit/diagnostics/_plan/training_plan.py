@@ -20,8 +20,8 @@ _MALLADI = "Malladi et al. 2022 (arXiv:2205.10287)"
 class TrainingPlan:
     """Work out the numbers of a run on several replicas, and what is wrong with them.
 
-    `plan` is another name of this class. Nothing is trained, no device is looked for and no
-    framework is loaded. Batch sizes and rates are those of `kdpkit.scaling.ScalePlan`.
+    `plan` is another name of this class. No framework is loaded. Batch sizes and rates are those of
+    `kdpkit.scaling.ScalePlan`.
 
     >>> small = plan(
     ...     examples=60_000, per_replica_batch_size=32, base_learning_rate=0.1, replicas=8, epochs=5
@@ -106,6 +106,7 @@ class TrainingPlan:
 
 
 plan = TrainingPlan
+"""Work out the numbers of a run on several replicas: `TrainingPlan` has the arguments."""
 
 
 def _findings(plan: TrainingPlan) -> Iterator[Finding]:
@@ -156,11 +157,12 @@ def _row(plan: TrainingPlan) -> tuple[str, ...]:
 
 def _found(plans: Sequence[TrainingPlan]) -> Iterator[Finding]:
     """Yield each kind of finding once, as it is for the most replicas that have it."""
-    alike: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    last: dict[str, Finding] = {}
+    replicas: dict[str, list[int]] = {}
     for plan in plans:
         for finding in plan.findings:
-            alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
-    replicas = {found[-1][1]: [count for count, _ in found] for found in alike.values()}
-    for finding in check_results.in_order(replicas):
-        where = f"{finding.where} (replicas: {checks.listed(replicas[finding])})"
+            last[finding.rule] = finding
+            replicas.setdefault(finding.rule, []).append(plan.replicas)
+    for finding in check_results.in_order(last.values()):
+        where = f"{finding.where} (replicas: {checks.listed(replicas[finding.rule])})"
         yield dataclasses.replace(finding, where=where)

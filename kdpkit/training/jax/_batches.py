@@ -1,6 +1,8 @@
-"""The batches of a dataset on JAX, epoch by epoch, and on the devices."""
+"""The batches of a dataset on JAX: epoch by epoch, on the devices, and in several processes."""
 
+import functools
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,16 +11,14 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from kdpkit import sharding
 from kdpkit._internal import checks, processes
+from kdpkit.sharding._batches import place_batch, place_batches
 from kdpkit.training._keras_internals import get_data_adapter
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES
-from kdpkit.training.jax import _consistency_checks
-from kdpkit.training.jax._consistency_checks import shapes_of
 
 
 class Source:
-    """A dataset of any kind that Keras' `fit` takes, epoch by epoch, as batches on the host."""
+    """The batches, on the host, of any kind of dataset that Keras' `fit` takes."""
 
     def __init__(self, dataset: Any, name: str, mesh: jax.sharding.Mesh) -> None:
         if isinstance(dataset, np.ndarray | jax.Array | tuple | dict):
@@ -36,21 +36,21 @@ class Source:
         is_tracked = hasattr(dataset, "is_tracked")  # by `kdpkit.callbacks.Resume`
         self._is_opened = not (is_tracked or isinstance(dataset, keras.utils.PyDataset))
         if self._is_opened:
-            # The batch that is looked at is the first to be trained on: a generator gives it once.
+            # The first epoch begins with the batch that is read here, as a generator returns it
+            # only once.
             self._epoch = self._new_epoch()
             self._first = next(self._epoch, None)
-        elif is_tracked:  # any batch can be looked at, and somebody may still move to another one
+        elif is_tracked:  # `Resume` may still move to another batch, so none is taken.
             self._first = next(self._adapter.get_jax_iterator(), None)
         else:
-            self._first = _first_of(dataset)
+            self._first = _first_batch(dataset)
         _check_batch(name, self._first)
-        self._spans_processes = processes.count() > 1
-        if self._spans_processes:
-            _consistency_checks.check_batches(name, self.length, self._first)
+        if processes.count() > 1:
+            _check_across_processes(name, self.length, self._first)
 
     @property
     def length(self) -> int | None:
-        """Batches in an epoch, or in what is left of one; None if that shows only at its end."""
+        """The number of batches in an epoch, or in the rest of one; None if it is not known."""
         return self._adapter.num_batches
 
     def __iter__(self) -> "Batches":
@@ -66,11 +66,11 @@ class Source:
         self._adapter.on_epoch_end()
 
     def end_epoch(self) -> None:
-        """Tell the dataset that all of its batches are taken."""
+        """Finish the epoch of the dataset, all of whose batches are taken."""
         next(self._epoch, None)
 
     def placeholders(self) -> Any:
-        """Return Keras' placeholders for a batch, of the types that it has on the devices."""
+        """Return Keras' placeholders for a batch, with the dtypes that it has on the devices."""
 
         def placeholder(x: Any) -> keras.KerasTensor:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -79,8 +79,8 @@ class Source:
         return jax.tree.map(placeholder, self._first)
 
     def check_group(self, group: list[Any]) -> None:
-        """Raise where the next batches are not of the shapes and number of other processes'."""
-        if not self._spans_processes:
+        """Raise if several processes have batches of different shapes, or another number."""
+        if processes.count() == 1:
             return
         shapes = [shapes_of(batch) for batch in (self._first, *group[:1])]
         if shapes[0] != shapes[-1]:
@@ -98,8 +98,8 @@ class Source:
             )
 
 
-def _first_of(dataset: keras.utils.PyDataset) -> Any:
-    """Return the first batch of a `PyDataset` as Keras hands it on; None if there is none."""
+def _first_batch(dataset: keras.utils.PyDataset) -> Any:
+    """Return the first batch of a `PyDataset` as Keras passes it on; None if there is none."""
     if dataset.num_batches == 0:
         return None
     batch = dataset[0]
@@ -113,13 +113,12 @@ def _check_batch(name: str, batch: Any) -> None:
     sparse = [leaf.shape for leaf in keras.tree.flatten(batch) if isinstance(leaf, JAXSparse)]
     if sparse:
         checks.fail(
-            f"`{name}` gives sparse arrays, and a loop on JAX splits batches into examples, which "
-            "these do not keep apart.",
+            f"`{name}` gives sparse arrays, and a loop on JAX cannot divide their examples.",
             sparse=sparse,
             remedy="Use dense arrays, or train with `replica_exact`, which takes sparse ones.",
         )
     leaves = jax.tree.leaves(batch)
-    shapes = [np.shape(leaf) for leaf in leaves]
+    shapes = shapes_of(batch)
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         checks.fail(
             f"`{name}` gives single examples, and must give batches.",
@@ -129,17 +128,57 @@ def _check_batch(name: str, batch: Any) -> None:
     kinds = {leaf.dtype.name for leaf in leaves if leaf.dtype.kind in "OSU"}
     if kinds:
         checks.fail(
-            f"`{name}` gives text, and JAX has numbers alone; look text up in the pipeline.",
+            f"`{name}` gives text, and JAX has numbers only; look text up in the pipeline.",
             dtypes=sorted(kinds),
         )
 
 
+def _check_across_processes(name: str, length: int | None, first: Any) -> None:
+    """Compare the data of all processes, which must all call this.
+
+    It raises in all of them if lengths or shapes differ, with which JAX would hang, or if two have
+    the same examples, which would be trained on twice.
+    """
+    shapes = zlib.crc32(repr(shapes_of(first)).encode())
+    processes.require_equal(
+        f"The number of batches of `{name}`, and their shapes,",
+        (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
+        remedy="Give every process equally many batches of equally many examples, as "
+        "`kdpkit.batches.ArrayBatches` does.",
+    )
+    checksum = functools.reduce(
+        lambda checksum, leaf: zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum),
+        jax.tree.leaves(first),
+        0,
+    )
+    processes.require_different(
+        f"The first batch of `{name}`",
+        checksum,
+        remedy="Give every process examples of its own, as `kdpkit.batches.ArrayBatches` does with "
+        "`process_count` and `process_index`; else each example is trained on more than once.",
+    )
+
+
+def check_across_processes(name: str, data: Any) -> None:
+    """Compare the data of `fit`, `evaluate` or `predict`, if reading a batch consumes nothing."""
+    if processes.count() == 1:
+        return
+    if isinstance(data, keras.utils.PyDataset):
+        _check_across_processes(name, data.num_batches, data[0])
+    elif isinstance(data, np.ndarray | jax.Array):
+        _check_across_processes(name, len(data), data[:8])
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+
+
 class Batches:
-    """An epoch's batches: taken in groups of one shape, and put on the devices."""
+    """The batches of an epoch, which are taken in groups of one shape and put on the devices."""
 
     def __init__(self, batches: Iterable[Any], source: Source) -> None:
         self._batches = iter(batches)
-        self._waiting: list[Any] = []
+        self._next: list[Any] = []  # a batch of another shape, which begins the next group
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,12 +190,12 @@ class Batches:
         raise StopIteration
 
     def take(self, most: int) -> list[Any]:
-        """Take the next batches that have the same shapes, up to so many; none at the end."""
+        """Take the next batches of equal shapes, up to `most`; none at the end."""
         group: list[Any] = []
-        for batch in itertools.chain(self._waiting, self._batches):
-            self._waiting = []
+        for batch in itertools.chain(self._next, self._batches):
+            self._next = []
             if group and shapes_of(batch) != shapes_of(group[0]):
-                self._waiting = [batch]
+                self._next = [batch]
                 break
             group.append(batch)
             if len(group) == most:
@@ -168,7 +207,7 @@ class Batches:
         """Put one batch on the devices, or several, stacked along a new first axis."""
         mesh = self._source.mesh
         if len(group) > 1:
-            return sharding.place_batches(group, mesh)
+            return place_batches(group, mesh)
         if mesh.size == 1:
-            return group[0]  # the compiled step puts it where the variables are, and sooner
-        return sharding.place_batch(group[0], mesh)
+            return group[0]  # The compiled step puts it on the device, in less time.
+        return place_batch(group[0], mesh)

@@ -1,7 +1,7 @@
-"""`replica_exact` on JAX: batches of any size under `DataParallel`, and weights that stay.
+"""`replica_exact` on JAX: batches of any size, and weights that survive an error.
 
-Keras raises there for a batch that the devices cannot divide. While it evaluates or predicts, the
-model has no weights: an error, or Ctrl-C, then loses them.
+Keras raises under `DataParallel` for a batch that the devices cannot divide. While it evaluates or
+predicts, the model has no weights: after an error or Ctrl-C they are lost.
 """
 
 import functools
@@ -18,7 +18,9 @@ from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
-from kdpkit.training.jax import _consistency_checks
+from kdpkit.sharding._batches import replicated, split_examples
+from kdpkit.sharding._meshes import as_mesh
+from kdpkit.training.jax._batches import check_across_processes
 from kdpkit.training.jax._lookups import without_padding
 
 
@@ -26,16 +28,16 @@ def attach(
     model: keras.Model,
     *,
     batch_norm: str,
-    divided: Sequence[Any],  # noqa: ARG001  # as TensorFlow's: here XLA divides all of it
+    divided: Sequence[Any],  # noqa: ARG001  # for TensorFlow: on JAX XLA divides everything
     undivided: Sequence[Any],  # noqa: ARG001
 ) -> None:
-    """Fix a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
+    """Replace a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
     reject_local_statistics(batch_norm)
     if "kdpkit_steps" in vars(model.train_step):
         return
     distribution = keras.distribution.distribution()
     if distribution is not None:
-        mesh = sharding.as_mesh(distribution)
+        mesh = as_mesh(distribution)
         _place_uneven_batches()
         _place_batches_without_weights()
         model.train_step = _splitting(model.train_step, mesh)
@@ -44,27 +46,27 @@ def attach(
         model.train_function = model.test_function = model.predict_function = None
     for name in ("fit", "evaluate", "predict"):
         method = _keeping_weights(model, getattr(model, name), distribution)
-        # Keras places the data where the variables are, whatever distribution is set by then.
+        # In this scope Keras places the data as the variables, whatever distribution is set now.
         setattr(model, name, distribution.scope()(method) if distribution else method)
 
 
 def reject_local_statistics(batch_norm: str) -> None:
     if batch_norm != "global":
         checks.fail(
-            "On JAX one program computes the global batch, and so its statistics.",
+            "On JAX one program computes the statistics of the complete batch.",
             batch_norm=batch_norm,
             remedy='Use `batch_norm="global"`.',
         )
 
 
 def reject_grouped_convolutions(model: keras.Model, mesh: Mesh) -> None:
-    """Raise for what XLA computes wrong gradients of where devices share examples in groups."""
+    """Raise for convolutions of which XLA computes wrong gradients on a mesh of two axes."""
     # docs/upstream/xla_grouped_convolutions.md
     if not 1 < shards.batch_shards(mesh) < mesh.size:
         return
     for layer in model._flatten_layers():
-        of_depth = hasattr(layer, "depth_multiplier")
-        if getattr(layer, "kernel_size", None) and (of_depth or getattr(layer, "groups", 1) != 1):
+        is_grouped = hasattr(layer, "depth_multiplier") or getattr(layer, "groups", 1) != 1
+        if getattr(layer, "kernel_size", None) and is_grouped:
             checks.fail(
                 "On a mesh of several axes XLA computes wrong gradients of convolutions in groups.",
                 layer=layer.name,
@@ -75,10 +77,10 @@ def reject_grouped_convolutions(model: keras.Model, mesh: Mesh) -> None:
 
 
 def _place(model: keras.Model, distribution: Any) -> None:
-    """Put on the devices what was made before the distribution was set, or outside its scope."""
+    """Put variables on the devices that were created before the distribution was set."""
     if isinstance(distribution, sharding.ModelParallel):
         distribution.lay_out(model)
-    mesh = sharding.as_mesh(distribution)
+    mesh = as_mesh(distribution)
     reject_grouped_convolutions(model, mesh)
     placements = shards.of(distribution, mesh)
     optimizer = getattr(model, "optimizer", None)
@@ -93,21 +95,21 @@ def _place(model: keras.Model, distribution: Any) -> None:
 
 
 def _splitting(step: Callable, mesh: Mesh) -> Callable:
-    """Divide the work of a step along the examples, where every device has the uneven batch."""
+    """Have XLA divide a step along the examples, also of a batch that every device has."""
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
         with without_padding(mesh):
-            return step(state, sharding.split_examples(data, mesh))
+            return step(state, split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
 
 
 def _gathering(step: Callable, mesh: Mesh) -> Callable:
-    """Put uneven predictions, and those of other processes, on every device.
+    """Put predictions on every device, if they are sharded unevenly or over processes.
 
-    A program cannot return arrays that are sharded unevenly, and no process can read another's.
+    A program cannot return unevenly sharded arrays, and a process cannot read those of another.
     """
     count = shards.batch_shards(mesh)
 
@@ -116,14 +118,14 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
         outputs, rest = step(state, data)
         sizes = [size for leaf in jax.tree.leaves((data, outputs)) for size in leaf.shape[:1]]
         if any(size % count for size in sizes) or jax.process_count() > 1:
-            outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
+            outputs = jax.lax.with_sharding_constraint(outputs, replicated(mesh))
         return outputs, rest
 
     return gathered
 
 
 def _place_uneven_batches() -> None:
-    """Let Keras put a complete copy of a batch that the devices cannot divide on each of them."""
+    """Have Keras put a batch that the devices cannot divide on each of them."""
     # keras-team/keras#21167
     original = distribution_lib.distribute_data_input
     if hasattr(original, "kdpkit_wrapper"):
@@ -138,14 +140,13 @@ def _place_uneven_batches() -> None:
             return original(per_process_batch, layout, batch_dim_name)
         placement = getattr(layout, "backend_layout", layout)
         mesh = placement.mesh
-        # The examples are the second axis where Keras 3.16 stacks the batches of several steps.
+        # Where Keras 3.16 stacks the batches of several steps, examples are the second axis.
         sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
         count = mesh.shape[batch_dim_name]
         is_uneven = any(size % count for size, axis in sizes if axis == batch_dim_name)
-        # A sparse array is a list of its values, which is not divided along the examples.
-        is_copied = is_uneven or isinstance(per_process_batch, JAXSparse)
-        if is_copied:
-            return jax.device_put(per_process_batch, sharding.replicated(mesh))
+        # A sparse array is a list of values, which cannot be divided along the examples.
+        if is_uneven or isinstance(per_process_batch, JAXSparse):
+            return jax.device_put(per_process_batch, replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 
     distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
@@ -153,7 +154,7 @@ def _place_uneven_batches() -> None:
 
 
 def _place_batches_without_weights() -> None:
-    """Let Keras before 3.15 place what `train_on_batch` is called on, without `sample_weight`."""
+    """Have Keras before 3.15 place batches of `train_on_batch` without `sample_weight`."""
     original = trainer._distribute_data
     if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
         return
@@ -169,11 +170,11 @@ def _place_batches_without_weights() -> None:
 
 
 def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:
-    """Put the values of variables back if a method fails while Keras holds them elsewhere."""
+    """Restore the values of variables if a method fails while Keras holds them elsewhere."""
     # docs/upstream/keras_jax_evaluate_loses_weights.md
 
     @functools.wraps(method)
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def keeping(*args: Any, **kwargs: Any) -> Any:
         _check_data(*args, **kwargs)
         if distribution is not None:
             _place(model, distribution)
@@ -184,13 +185,14 @@ def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) ->
             _separate_values(_variables(model))
             return result
         except BaseException:
-            model.jax_state_sync()  # as of the last step that was made
-            for variable, value in before:  # and where there was none
+            # This restores the values after the last step; before the first, there are none.
+            model.jax_state_sync()
+            for variable, value in before:
                 if variable._value is None and not value.is_deleted():
                     variable._value = value
             raise
 
-    return kept
+    return keeping
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
@@ -200,7 +202,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _separate_values(variables: Sequence[keras.Variable]) -> None:
-    """Copy a value that two variables have: XLA can take it from one of them only."""
+    """Copy a value that two variables share, since XLA can reuse a buffer only once."""
     # docs/upstream/keras_jax_ema_shares_arrays.md
     seen: set[int] = set()
     for variable in variables:
@@ -210,11 +212,10 @@ def _separate_values(variables: Sequence[keras.Variable]) -> None:
 
 
 def _check_data(x: Any = None, *_: Any, **settings: Any) -> None:
-    """Reject data on which several processes would wait for each other, before they do."""
+    """Raise for data with which several processes would wait for each other without end."""
     if settings.get("_use_cached_eval_dataset"):
         return
-    held_out = settings.get("validation_data")
-    held_out = held_out[0] if isinstance(held_out, tuple | list) else held_out
-    for name, dataset in {"x": x, "validation_data": held_out}.items():
-        if processes.count() > 1:
-            _consistency_checks.check_data(name, dataset)
+    validation = settings.get("validation_data")
+    validation = validation[0] if isinstance(validation, tuple | list) else validation
+    check_across_processes("x", x)
+    check_across_processes("validation_data", validation)

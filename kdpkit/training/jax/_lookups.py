@@ -1,7 +1,7 @@
-"""Lookups in tables, where devices share a model: gradients without what XLA pads a batch with.
+"""Correct gradients of embeddings on a mesh of two axes, whose devices share a model.
 
-XLA pads examples that the devices do not divide. On a mesh of several axes it forgets that in the
-gradient of a lookup, and adds the padding's gradient to a row of the table, in silence.
+XLA pads a batch that the devices do not divide. On a mesh of two axes it wrongly adds the gradient
+of the padding to a row of an embedding's table.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _current = threading.local()
 
 @contextlib.contextmanager
 def without_padding(mesh: Mesh) -> Iterator[None]:
-    """Have lookups that this thread traces leave out padding, if a mesh has several axes."""
+    """Have lookups that this thread traces ignore padding, if a mesh has several axes."""
     # docs/upstream/xla_adds_up_padding.md
     is_needed = 1 < batch_shards(mesh) < mesh.size
     if is_needed:
@@ -37,29 +37,29 @@ def without_padding(mesh: Mesh) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Wrap Keras' `take`, with which its embeddings look up, once."""
+    """Wrap Keras' `take`, which its embeddings use, once."""
     original = keras_numpy.take
     if hasattr(original, "kdpkit_wrapper"):
         return
     if [*inspect.signature(original).parameters] != ["x", "indices", "axis"]:
         versions.reject_unknown("keras.ops.take", jax=jax.__version__)
-    keras_numpy.take = _leaving_out_padding(original)
+    keras_numpy.take = _ignoring_padding(original)
 
 
-def _leaving_out_padding(take: Callable) -> Callable:
+def _ignoring_padding(take: Callable) -> Callable:
     @functools.wraps(take)
     def wrapped(x: Any, indices: Any, axis: int | None = None) -> Any:
         taken = take(x, indices, axis)
         is_uneven = bool(taken.ndim) and taken.shape[0] % getattr(_current, "count", 1)
-        return _with_gradient_of_entries(taken) if is_uneven and axis == 0 else taken
+        return _with_masked_gradient(taken) if is_uneven and axis == 0 else taken
 
     wrapped.kdpkit_wrapper = True  # type: ignore[attr-defined]
     return wrapped
 
 
 @jax.custom_vjp  # type: ignore[untyped-decorator]
-def _with_gradient_of_entries(taken: jax.Array) -> jax.Array:
-    """Return an array whose gradient is zero beyond its last entry, where XLA pads it."""
+def _with_masked_gradient(taken: jax.Array) -> jax.Array:
+    """Return an array whose gradient is zero in the padding of XLA, after its last entry."""
     return taken
 
 
@@ -68,10 +68,10 @@ def _forward(taken: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # XLA does not see the number, and so cannot leave the comparison out.
+    # The barrier hides the number from XLA, which would otherwise remove the comparison.
     size = jax.lax.optimization_barrier(jnp.int32(gradient.shape[0]))
     position = jax.lax.broadcasted_iota(jnp.int32, gradient.shape, 0)
     return (jnp.where(position < size, gradient, 0),)
 
 
-_with_gradient_of_entries.defvjp(_forward, _backward)
+_with_masked_gradient.defvjp(_forward, _backward)

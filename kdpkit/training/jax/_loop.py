@@ -1,8 +1,8 @@
-"""The steps of `TrainingLoop` on JAX: one device, or a mesh of them.
+"""The steps of `TrainingLoop` on JAX, on one device or a mesh of them.
 
-A step is one program over the global batch, split along the examples by XLA; so it computes what
-one device would, batch statistics, masks and an uneven last batch included. The model's variables
-always hold the state's arrays: what a callback reads or assigns is what the next step goes on from.
+A step is one program over the global batch, which XLA divides along the examples. So it computes
+what one device would, also for batch statistics, masks and batches of any size. Between the steps
+the model's variables hold the current values, which callbacks may read and assign.
 """
 
 import collections
@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding._batches import replicated, split_examples
+from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import compute_output_spec
 from kdpkit.training._objective import Sums, trace_metrics
@@ -33,7 +35,7 @@ from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
 
 Logs = dict[str, jax.Array]
-CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
+CALLS_AHEAD = 4  # Python runs ahead of the devices by so many calls, each with its batches.
 
 
 class JaxSteps(Steps):
@@ -48,15 +50,14 @@ class JaxSteps(Steps):
         reject_local_statistics(loop.batch_norm)
         self.loop = loop
         self.model: keras.Model = loop.model
-        self.strategy = sharding.as_mesh(strategy)
-        is_given = strategy is not None
-        self._distribution = strategy if is_given else keras.distribution.distribution()
+        self.strategy = as_mesh(strategy)
+        self._distribution = keras.distribution.distribution() if strategy is None else strategy
         self._jit = jit
-        self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
+        self._means = {"": keras.metrics.Mean("loss")}
         self._running: collections.deque[jax.Array] = collections.deque()
         self._is_built = False
         self._variables = Variables(shards.of(strategy, self.strategy))
-        self._functions: dict[Any, Callable] = {}  # compiled for these variables
+        self._functions: dict[Any, Callable] = {}  # the compiled steps for these variables
 
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -67,11 +68,17 @@ class JaxSteps(Steps):
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        ((argument, wanted),) = steps.items()
+        ((argument, steps_per_epoch),) = steps.items()
         source = Source(dataset, name, self.strategy)
-        if source.is_endless and wanted is None:
+        if source.is_endless and steps_per_epoch is None:
             checks.fail(f"`{name}` never ends; limit it with `{argument}`.")
-        return Feed(name, source, wanted=wanted, length=lambda: source.length, end=source.end_epoch)
+        return Feed(
+            name,
+            source,
+            steps_per_epoch=steps_per_epoch,
+            length=lambda: source.length,
+            end=source.end_epoch,
+        )
 
     def build(self, feed: Feed, *, training: bool) -> None:
         if not self._is_built:
@@ -92,19 +99,19 @@ class JaxSteps(Steps):
         self._choose_variables()
 
     def _choose_variables(self) -> None:
-        """Find the variables whose values a step is given, and returns."""
+        """Choose the variables whose values a step takes and returns."""
         model = self.model
         layers = model._flatten_layers()
         self._variables.seeds = {
             id(seed.state) for layer in layers for seed in layer._seed_generators
         }
-        of_means = [variable for mean in self.means for variable in mean.variables]
-        are_others = self._variables.choose(
+        mean_variables = [variable for mean in self.means for variable in mean.variables]
+        has_changed = self._variables.choose(
             model.trainable_variables,
             model.optimizer.variables if model.optimizer else [],
-            model.non_trainable_variables + model.metrics_variables + of_means,
+            model.non_trainable_variables + model.metrics_variables + mean_variables,
         )
-        if are_others:
+        if has_changed:
             self._functions.clear()
 
     # Many steps in a call.
@@ -116,7 +123,7 @@ class JaxSteps(Steps):
         return self._run(self._test_step, batches, steps)
 
     def predict(self, batches: Batches, steps: int) -> tuple[int, list[Any]]:
-        if not self._is_built:  # the dataset may have no labels to build metrics from
+        if not self._is_built:  # The dataset may have no labels to build metrics with.
             self._choose_variables()
         predict, outputs = self._compiled(self._predict_step), []
         for batch in itertools.islice(batches, steps):
@@ -138,7 +145,7 @@ class JaxSteps(Steps):
         return done, logs
 
     def _compiled(self, step: Callable, *, is_repeated: bool = False) -> Callable:
-        """Compile a step once; it may use the buffers of its state."""
+        """Return a step, compiled once, which may reuse the memory of its state."""
         key = step, is_repeated, self.jit
         if key not in self._functions:
             function = self._repeated(step) if is_repeated else step
@@ -146,7 +153,7 @@ class JaxSteps(Steps):
         return self._functions[key]
 
     def _repeated(self, step: Callable) -> Callable:
-        """Make a step over many batches, stacked along a new first axis."""
+        """Return a function that runs a step on many batches, stacked along a new first axis."""
 
         def steps(state: State, batches: Any) -> tuple[State, Logs]:
             state, _ = jax.lax.scan(lambda s, batch: (step(s, batch)[0], None), state, batches)
@@ -158,7 +165,7 @@ class JaxSteps(Steps):
     # One step, over the global batch.
 
     def _train_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
         sums, state = self._over_micro_batches(state, batch)
 
         def finish() -> tuple[list[jax.Array], Logs]:
@@ -170,14 +177,14 @@ class JaxSteps(Steps):
             return gradients, self._logs()
 
         (gradients, logs), state = self._variables.run(state, finish)
-        trainable, of_optimizer = self.model.optimizer.stateless_apply(
+        trainable, optimizer = self.model.optimizer.stateless_apply(
             state.optimizer, gradients, state.trainable
         )
-        state = state._replace(trainable=trainable, optimizer=of_optimizer)
-        return self._variables.cut(state), logs
+        state = state._replace(trainable=trainable, optimizer=optimizer)
+        return self._variables.constrained(state), logs
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
 
         def run() -> Logs:
             _, sums = self._forward(batch, num_examples(batch), training=False)
@@ -188,17 +195,17 @@ class JaxSteps(Steps):
         return state, logs
 
     def _predict_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         outputs, state = self._variables.run(state, lambda: self.model(x, training=False))
-        # On every device: at a program's border no array may be sharded unevenly.
-        placement = sharding.replicated(self.strategy)
+        # A program cannot return arrays that are sharded unevenly.
+        placement = replicated(self.strategy)
         return state, jax.lax.with_sharding_constraint(outputs, placement)
 
     def _forward(
         self, batch: Any, num_global_examples: int, *, training: bool
     ) -> tuple[list[jax.Array], Sums]:
-        """Return the losses of some examples: first those of a known divisor, then the others."""
+        """Return the losses to minimize for some examples, as `Objective.parts`, and all sums."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
@@ -213,20 +220,19 @@ class JaxSteps(Steps):
         self, state: State, batch: Any, micro_batch: MicroBatch
     ) -> tuple[Sums, State]:
         """Compute the losses of a micro-batch, and the gradients of each part of them."""
-        num_global_examples = micro_batch.num_examples
         is_part = micro_batch.count > 1
 
         def forward(trainable: list[jax.Array]) -> Any:
-            of_part = by_position(micro_batch) if is_part else contextlib.nullcontext()
-            with of_part, without_padding(self.strategy):
+            random = by_position(micro_batch) if is_part else contextlib.nullcontext()
+            with random, without_padding(self.strategy):
                 (parts, sums), updated = self._variables.run(
                     state._replace(trainable=trainable),
-                    lambda: self._forward(batch, num_global_examples, training=True),
+                    lambda: self._forward(batch, micro_batch.num_examples, training=True),
                 )
             return parts, (sums, updated.other)
 
-        if not self.loop.remat:  # whose blocks gather again what they gathered
-            forward = self._variables.gathering_again(forward)
+        if not self.loop.remat:  # Rematerialized blocks gather their weights again anyway.
+            forward = self._variables.shards.gathering_again(forward)
         parts, pull_back, (sums, other) = jax.vjp(forward, state.trainable, has_aux=True)
         zeros = [jnp.zeros_like(part) for part in parts]
         gradients = []
@@ -236,12 +242,12 @@ class JaxSteps(Steps):
         return sums._replace(gradients=gradients), state._replace(other=other)
 
     def _over_micro_batches(self, state: State, batch: Any) -> tuple[Sums, State]:
-        """Add up the sums of micro-batches, of which every device has a part of each."""
+        """Add up the sums of all micro-batches, each of which is divided over the devices."""
         size = num_examples(batch)
         count = min(self.loop.accumulation, size)
 
         def differentiated(state: State, index: Any, part: Any) -> tuple[Sums, State]:
-            # Each draws from the seeds that the batch would draw from.
+            # Every micro-batch draws from the seeds of the batch.
             state = self._variables.with_seeds_of(before, state)
             return self._differentiated(state, part, MicroBatch(index, count, size))
 
@@ -252,8 +258,8 @@ class JaxSteps(Steps):
 
         before = state
         parts = [MicroBatch(i, count, size) for i in range(count)]
-        split = functools.partial(sharding.split_examples, mesh=self.strategy)
-        first, *others = (split(jax.tree.map(part.of, batch)) for part in parts)
+        split = functools.partial(split_examples, mesh=self.strategy)
+        first, *others = (split(jax.tree.map(part.take_from, batch)) for part in parts)
         carry = differentiated(state, 0, first)
         if others and size % (count * shards.batch_shards(self.strategy)) == 0:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *others)
@@ -264,5 +270,5 @@ class JaxSteps(Steps):
 
 
 def _checkpointed(block: BlockCall) -> Result:
-    """Compute a block, and again for its gradient; this flows to what the function closes over."""
+    """Compute a block, and again for the gradients, of variables that the call reads as well."""
     return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)

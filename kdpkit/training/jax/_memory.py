@@ -1,4 +1,4 @@
-"""What a training step needs on each device, from its compiled program; nothing is allocated."""
+"""The memory that a training step needs on each device, from its compiled program."""
 
 import copy
 import functools
@@ -13,14 +13,16 @@ from jax.sharding import NamedSharding
 from kdpkit import sharding
 from kdpkit._internal import versions
 from kdpkit._internal.shards import batch_shards
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding._batches import by_examples, replicated
+from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
 
-# On CPUs XLA makes all arrays as early as it can, to compute them side by side, and puts weights
-# together before the loop over micro-batches. With the first two options it schedules as on GPUs
-# and TPUs, where memory counts; with the others it compiles sooner.
+# On CPUs XLA computes arrays as early as it can, in parallel, and gathers weights before the loop
+# over micro-batches. With the first two options it saves memory, as on GPUs and TPUs; the other two
+# save time to compile.
 _PASSES = "cpu-all-reduce-combiner,while-loop-invariant-code-motion"
 _FOR_MEMORY = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
@@ -28,23 +30,23 @@ _FOR_MEMORY = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
-# On CPUs XLA finds that what is computed again is the same, and keeps it after all.
+# On CPUs XLA finds repeated operations, and would keep the results of `remat` after all.
 _FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": f"{_PASSES},cse"}
 
 
 class StepMemory:
-    """The step of a loop for any devices and settings; its variables are nothing but shapes."""
+    """The memory of a loop's step for any devices and settings; no variables are allocated."""
 
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
-        try:  # traced, the initializers of variables compute nothing
+        try:  # While they are traced, the initializers of variables compute nothing.
             jax.eval_shape(functools.partial(self._build, make))
-        except jax.errors.JAXTypeError:  # something needs a value
+        except jax.errors.JAXTypeError:  # The model needs a value to be built.
             self._build(make)
 
     def _build(self, make: Callable[[], tuple[Any, Any]]) -> None:
         dataset, loop = make()
         self._steps: JaxSteps = loop._steps
-        feed = self._steps.open(dataset, "dataset", steps=1)  # it may be endless
+        feed = self._steps.open(dataset, "dataset", steps=1)  # The dataset may be endless.
         self._steps.build(feed, training=True)
         (batch,) = iter(feed.batches).take(1)
         self._batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype), batch)
@@ -59,22 +61,22 @@ class StepMemory:
 
     @functools.cached_property
     def micro_batches_are_exact(self) -> bool:
-        """Whether a step leaves all but the weights as it was: no statistics, no random numbers."""
+        """Whether a step changes only weights: no statistics, and no states of random layers."""
         steps, state, batch = self._with(sharding.DataParallel(1), 1, False)
         jaxpr = jax.make_jaxpr(steps._train_step)(state, batch).jaxpr
-        of_model = {id(variable) for variable in steps.model.variables}
+        model_variables = {id(variable) for variable in steps.model.variables}
         first = len(state.trainable) + len(state.optimizer)
         _, _, others = steps._variables.groups
         return all(
             jaxpr.outvars[index] is jaxpr.invars[index]
             for index, variable in enumerate(others, first)
-            if id(variable) in of_model
+            if id(variable) in model_variables
         )
 
     def need(
         self, replicas: int, *, model: int = 1, shard: Any, accumulation: int, remat: bool
     ) -> dict[str, Any]:
-        """Compile the step; return bytes on one device, and floating-point operations there."""
+        """Compile the step; return its bytes and floating-point operations on one device."""
         strategy: Any = sharding.DataParallel(replicas, shard=shard)
         if model > 1:
             strategy = sharding.ModelParallel(replicas, model=model, shard=shard)
@@ -90,13 +92,14 @@ class StepMemory:
             0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         )
         gradients = min(_bytes(state.trainable), working)
-        kept = min(self.kept(accumulation, remat=remat) // (replicas // model), working - gradients)
+        activations = self.activations(accumulation, remat=remat) // (replicas // model)
+        activations = min(activations, working - gradients)
         return {
             "weights": _bytes(state.trainable) + _bytes(state.other),
             "gradients": gradients,
             "optimizer": _bytes(state.optimizer),
-            "activations": kept + (CALLS_AHEAD + 1) * _bytes(jax.tree.leaves(batch)),
-            "temporaries": working - gradients - kept,
+            "activations": activations + (CALLS_AHEAD + 1) * _bytes(jax.tree.leaves(batch)),
+            "temporaries": working - gradients - activations,
             "operations": program.cost_analysis()["flops"],
         }
 
@@ -106,7 +109,7 @@ class StepMemory:
         accumulation: int,
         remat: bool,
     ) -> tuple[JaxSteps, State, Any]:
-        """Return the steps with other settings, and the shapes of what they take."""
+        """Return the steps with other settings, and the shapes of their arguments."""
         if accumulation > 1:
             versions.reject_sums_over_examples(self._steps.model)
         loop = copy.copy(self._steps.loop)
@@ -114,22 +117,19 @@ class StepMemory:
         loop.loss = copy.copy(loop.loss)
         loop.loss.in_parts = accumulation > 1
         steps = copy.copy(self._steps)
-        steps.loop, steps.strategy = loop, sharding.as_mesh(strategy)
+        steps.loop, steps.strategy = loop, as_mesh(strategy)
         if isinstance(strategy, sharding.ModelParallel):
             for variable, layout in strategy.layouts_of(steps.model):
                 variable._layout = layout
         steps._variables = Variables(strategy.shards)
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy
-        cut = (
-            sharding.replicated
-            if self.global_batch_size % batch_shards(mesh)
-            else sharding.by_examples
-        )
-        batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, cut(mesh)), self._batch)
+        is_uneven = self.global_batch_size % batch_shards(mesh)
+        placement = replicated(mesh) if is_uneven else by_examples(mesh)
+        batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, placement), self._batch)
         return steps, steps._variables.shapes(), batch
 
-    def kept(self, accumulation: int, *, remat: bool) -> int:
+    def activations(self, accumulation: int, *, remat: bool) -> int:
         """Return the bytes that the forward pass of a micro-batch keeps for the backward pass."""
         steps, state, batch = self._with(sharding.DataParallel(1), accumulation, remat)
         size = math.ceil(self.global_batch_size / accumulation)
@@ -144,10 +144,9 @@ class StepMemory:
             return jax.vjp(forward, state.trainable)[1]
 
         jaxpr = jax.make_jaxpr(pull_back)(state, micro_batch).jaxpr
-        kept = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}
-        for argument in jaxpr.invars:
-            kept.pop(id(argument), None)
-        return _bytes(kept.values())
+        arguments = {id(variable) for variable in jaxpr.invars}
+        outputs = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}
+        return _bytes(aval for key, aval in outputs.items() if key not in arguments)
 
 
 def _spec(shape: Any, dtype: Any, placement: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
@@ -157,7 +156,7 @@ def _spec(shape: Any, dtype: Any, placement: NamedSharding | None = None) -> jax
 
 
 def _bytes(arrays: Iterable[Any]) -> int:
-    """Return the bytes of arrays, or of the parts that a device has of them."""
+    """Return the bytes of arrays on one device."""
     shapes = [
         (array.sharding.shard_shape(array.shape) if array.sharding else array.shape, array.dtype)
         for array in arrays

@@ -1,7 +1,7 @@
 """Random numbers of a micro-batch on JAX: those that its examples have in the global batch.
 
-While a micro-batch is traced, Keras' random functions draw for the global batch, and take the part
-of its examples. XLA computes no more numbers than that part has, where it fuses the two.
+While a micro-batch is traced, Keras' random functions draw for the global batch, and return the
+part of the micro-batch. XLA can fuse the two, and then computes only this part.
 """
 
 import contextlib
@@ -23,28 +23,35 @@ _SHAPE_FIRST = ("normal", "uniform", "truncated_normal", "randint")
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Every `count`-th example of a batch, so that every device has some of each micro-batch."""
+    """Every `count`-th example of the global batch, so that all devices have some of them.
 
-    index: Any  # the first of them; in a loop of XLA a tensor
-    count: int  # of micro-batches
-    num_examples: int  # of the global batch
+    Args:
+        index: The number of the micro-batch, from 0, which is its first example; in a loop of XLA a
+            tensor, and then all micro-batches have equally many examples.
+        count: The number of micro-batches.
+        num_examples: The number of examples in the global batch.
+    """
+
+    index: Any
+    count: int
+    num_examples: int
 
     @property
     def size(self) -> int:
-        """How many examples the micro-batch has; in a loop of XLA all have equally many."""
+        """The number of examples in the micro-batch."""
         if isinstance(self.index, int):
             return len(range(self.index, self.num_examples, self.count))
         return self.num_examples // self.count
 
-    def of(self, whole: jax.Array) -> jax.Array:
-        """Take its part of an array over the examples of the global batch."""
+    def take_from(self, array: jax.Array) -> jax.Array:
+        """Return the entries of its examples from an array over those of the global batch."""
         if not isinstance(self.index, int):
-            parts = whole.reshape(self.size, self.count, *whole.shape[1:])
+            parts = array.reshape(self.size, self.count, *array.shape[1:])
             return jax.lax.dynamic_index_in_dim(parts, self.index, axis=1, keepdims=False)
         if self.count == self.num_examples:
-            # Of a single example without a step: docs/upstream/xla_takes_other_rows.md
-            return whole[self.index : self.index + 1]
-        return whole[self.index :: self.count]
+            # A single example is taken without a step: docs/upstream/xla_takes_other_rows.md
+            return array[self.index : self.index + 1]
+        return array[self.index :: self.count]
 
 
 _current = threading.local()
@@ -52,7 +59,7 @@ _current = threading.local()
 
 @contextlib.contextmanager
 def by_position(micro_batch: MicroBatch) -> Iterator[None]:
-    """Draw, in this thread, what a micro-batch has of the numbers of the global batch."""
+    """Have random functions in this thread return a micro-batch's part of the numbers."""
     _install()
     _current.micro_batch = micro_batch
     try:
@@ -68,7 +75,7 @@ def _install() -> None:
         if original is None:
             versions.reject_unknown(f"keras.random.{name}", jax=jax.__version__)
         if not hasattr(original, "kdpkit_wrapper"):
-            wrapper = _dropout if name == "dropout" else _of_shape
+            wrapper = _dropout if name == "dropout" else _random_numbers
             setattr(keras_random, name, _wrapped(original, wrapper))
 
 
@@ -82,20 +89,20 @@ def _wrapped(original: Any, wrapper: Callable) -> Callable:
             return original(*args, **kwargs)
         return wrapper(original, micro_batch, **signature.bind(*args, **kwargs).arguments)
 
-    wrapped.kdpkit_wrapper = wrapper  # type: ignore[attr-defined]  # marks what is wrapped already
+    wrapped.kdpkit_wrapper = wrapper  # type: ignore[attr-defined]  # marks it as wrapped
     return wrapped
 
 
-def _of_shape(
+def _random_numbers(
     original: Callable, micro_batch: MicroBatch, shape: Any, seed: Any = None, **settings: Any
 ) -> Any:
-    """Draw numbers of a shape; what has another first axis than the examples is drawn as it is."""
+    """Draw numbers; a shape whose first axis is not the examples is drawn as it is."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    is_of_each = any(getattr(value, "shape", ()) for value in settings.values())
-    if shape[:1] != (micro_batch.size,) or is_of_each:
+    has_arrays = any(getattr(value, "shape", ()) for value in settings.values())
+    if shape[:1] != (micro_batch.size,) or has_arrays:
         return original(shape, seed=seed, **settings)
-    whole = (micro_batch.num_examples, *shape[1:])
-    return micro_batch.of(original(whole, seed=seed, **settings))
+    global_shape = (micro_batch.num_examples, *shape[1:])
+    return micro_batch.take_from(original(global_shape, seed=seed, **settings))
 
 
 def _dropout(
@@ -106,14 +113,13 @@ def _dropout(
     noise_shape: Any = None,
     seed: Any = None,
 ) -> jax.Array:
-    """Drop what dropout over the global batch drops; an example may have several entries."""
-    noise = inputs.shape if noise_shape is None else noise_shape
-    pairs = zip(noise, inputs.shape, strict=True)
-    noise = [size if wanted is None else wanted for wanted, size in pairs]
-    of_each, rest = divmod(noise[0], micro_batch.size)
+    """Drop what dropout of the global batch drops; an example may have several entries."""
+    pairs = zip(noise_shape or inputs.shape, inputs.shape, strict=True)
+    shape = [input_size if size is None else size for size, input_size in pairs]
+    entries_per_example, rest = divmod(shape[0], micro_batch.size)
     if rate in (0.0, 1.0) or rest:
         return original(inputs, rate, noise_shape, seed)
-    ones = jnp.ones((micro_batch.num_examples * of_each, *noise[1:]), inputs.dtype)
-    whole = original(ones, rate, None, seed).reshape(-1, of_each, *noise[1:])
-    kept = micro_batch.of(whole).reshape(noise) != 0
-    return jnp.where(kept, inputs / (1.0 - rate), jnp.zeros_like(inputs))
+    ones = jnp.ones((micro_batch.num_examples * entries_per_example, *shape[1:]), inputs.dtype)
+    dropped = original(ones, rate, None, seed).reshape(-1, entries_per_example, *shape[1:])
+    is_kept = micro_batch.take_from(dropped).reshape(shape) != 0
+    return jnp.where(is_kept, inputs / (1.0 - rate), jnp.zeros_like(inputs))

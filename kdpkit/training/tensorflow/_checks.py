@@ -19,15 +19,14 @@ def require_scope(owner: str, variables: Iterable[Any], strategy: tf.distribute.
 
 def is_in_scope(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> bool:
     """Return whether variables, of Keras or of TensorFlow, were made in a strategy's scope."""
-    values = (of if isinstance(of, tf.Variable) else of.value for of in variables)
+    values = (v if isinstance(v, tf.Variable) else v.value for v in variables)
     return all(map(strategy.extended.variable_created_in_scope, values))
 
 
-def reject_scope(owner: str, strategy: Any, **made: Any) -> NoReturn:
-    """Raise for what another strategy was to train, or none."""
+def reject_scope(owner: str, strategy: Any, **received: Any) -> NoReturn:
     checks.fail(
         f"The {owner} was made outside the strategy's scope.",
-        **made,
+        **received,
         strategy=type(strategy).__name__,
         remedy="Make it inside `with strategy.scope():`, of this very strategy.",
     )
@@ -46,30 +45,21 @@ def reject_states_of_examples(model: keras.Model) -> None:
 
 
 def check_dataset(name: str, dataset: Any, **steps: int | None) -> None:
-    """Reject a dataset that gives single examples, or that never ends.
+    """Reject a dataset of tf.data that gives single examples, or that never ends.
 
-    Args:
-        name: What messages call it.
-        dataset: Anything; only datasets of tf.data are checked.
-        steps: How many of its batches are wanted, by the argument that says so.
+    The number of batches to take is passed by the name that its argument has for the user.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return
     check_batched(name, dataset.element_spec)
-    ((argument, wanted),) = steps.items()
-    if wanted is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+    ((argument, num_steps),) = steps.items()
+    if num_steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         checks.fail(f"`{name}` never ends; say with `{argument}` how much of it to take.")
 
 
 def check_batched(name: str, spec: Any, *, is_one_length: bool = False) -> None:
-    """Reject what is surely no batch: scalars, or tensors of different lengths.
-
-    Args:
-        name: What messages call the dataset.
-        spec: Specifies its elements, on one replica or on several.
-        is_one_length: Whether all parts of a batch must have as many examples.
-    """
-    shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
+    """Reject what is surely no batch: scalars, or if required tensors of different lengths."""
+    shapes = [shape for leaf in tf.nest.flatten(spec) if (shape := _shape(leaf)) is not None]
     lengths = {shape[0] for shape in shapes if shape}
     if () in shapes and None in lengths:
         checks.fail(
@@ -85,6 +75,6 @@ def check_batched(name: str, spec: Any, *, is_one_length: bool = False) -> None:
 
 
 def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
-    replica = getattr(spec, "_value_specs", (spec,))[0]
-    shape = getattr(replica, "shape", None)
+    spec_of_replica = getattr(spec, "_value_specs", (spec,))[0]
+    shape = getattr(spec_of_replica, "shape", None)
     return None if shape is None or shape.rank is None else tuple(shape)

@@ -1,9 +1,8 @@
-"""What several processes put together at the borders of divided layers.
+"""What several processes exchange at the borders of divided layers; with one process nothing.
 
 Every process traces the same step on the same global batch, and its devices compute their parts of
-divided layers. Where parts are put together the processes exchange them. What crosses the border
-in the other direction, such as a variable, has a gradient in each process, and these are added up.
-With one process nothing is exchanged.
+divided layers. Where parts are joined the processes exchange them. What crosses the border in the
+other direction, such as a variable, has a gradient in each process, and these are added up.
 """
 
 from typing import Any
@@ -17,45 +16,41 @@ from kdpkit.training.tensorflow._keras_internals import (
     with_gradient,
 )
 
-_FIRST, _SECOND = 8, 4  # gradients of what is exchanged, and of each of these
+_FIRST, _SECOND = 8, 4  # numbers for gradients of what is exchanged, and for each one's gradients
 NUMBERS = _FIRST * _SECOND  # for what is exchanged at one border, with its gradients
 
 
 class Channel:
-    """The number under which processes exchange what belongs together.
+    """The number under which processes exchange what belongs together, with some for gradients.
 
-    A step is traced in the same order in all processes, but its gradients are not: they have
-    numbers that follow from those of what they are the gradients of.
-
-    Args:
-        number: The number, of so many that are free.
-        free: How many numbers there are for its gradients.
+    All processes trace a step in the same order, but not its gradients: the number of a gradient
+    follows from that of what it is the gradient of.
     """
 
-    def __init__(self, number: int, free: int = NUMBERS) -> None:
-        self.number, self._free, self._gradients = number, free, 0
+    def __init__(self, number: int, num_numbers: int = NUMBERS) -> None:
+        self.number, self._num_numbers, self._num_gradients = number, num_numbers, 0
 
     def of_gradient(self) -> "Channel":
         """Return a channel for a gradient of what this one is for."""
-        self._gradients += 1
-        width = {NUMBERS: _SECOND, _SECOND: 1}.get(self._free, 0)
-        if not width or self._gradients * width >= self._free:
+        self._num_gradients += 1
+        width = {NUMBERS: _SECOND, _SECOND: 1}.get(self._num_numbers, 0)
+        if not width or self._num_gradients * width >= self._num_numbers:
             checks.fail(
                 "A step takes more gradients, or gradients of gradients, than several processes "
                 "can keep apart.",
-                gradients=self._gradients,
+                gradients=self._num_gradients,
                 remedy="Train in one process, which takes all devices of its machine.",
             )
-        return Channel(self.number + self._gradients * width, width)
+        return Channel(self.number + self._num_gradients * width, width)
 
 
 def gathered(mesh: Any, tensor: Any, size: Any, channel: Channel) -> Any:
     """Return the entries of all processes, one after the other, each padded to a size."""
     if mesh.num_processes == 1:
         return tensor
-    around = [[0, size - tf.shape(tensor)[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
-    padded = tf.pad(_sendable(tensor), around)
-    vectors = exchanged(mesh, tf.reshape(padded, [-1]), "gather", channel.number)
+    paddings = [[0, size - tf.shape(tensor)[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
+    vector = tf.reshape(tf.pad(_sendable(tensor), paddings), [-1])
+    vectors = exchanged(mesh, vector, "gather", channel.number)
     shape = tf.concat([[mesh.num_processes * size], tf.shape(tensor)[1:]], 0)
     entries = tf.cast(tf.reshape(vectors, shape), tensor.dtype)
     return tf.ensure_shape(entries, [None, *tensor.shape[1:]])
@@ -68,18 +63,18 @@ def total(mesh: Any, tensor: Any, channel: Channel) -> Any:
     if isinstance(tensor, tf.IndexedSlices):
         return _all_slices(mesh, tensor, channel)
     vector = exchanged(mesh, tf.reshape(_sendable(tensor), [-1]), "sum", channel.number)
-    summed = tf.cast(tf.reshape(vector, tf.shape(tensor)), tensor.dtype)
-    return tf.ensure_shape(summed, tensor.shape)
+    sum_of_all = tf.cast(tf.reshape(vector, tf.shape(tensor)), tensor.dtype)
+    return tf.ensure_shape(sum_of_all, tensor.shape)
 
 
 def _all_slices(mesh: Any, slices: tf.IndexedSlices, channel: Channel) -> tf.IndexedSlices:
-    own = tf.shape(slices.indices)[:1]
-    counts = tf.reshape(exchanged(mesh, own, "gather", channel.number), [-1])
+    count = tf.shape(slices.indices)[:1]
+    counts = tf.reshape(exchanged(mesh, count, "gather", channel.number), [-1])
     longest = tf.reduce_max(counts)
-    is_there = tf.reshape(tf.sequence_mask(counts, longest), [-1])
+    is_slice = tf.reshape(tf.sequence_mask(counts, longest), [-1])  # and no padding
     values, indices = (
-        tf.boolean_mask(gathered(mesh, of, longest, channel.of_gradient()), is_there)
-        for of in (slices.values, slices.indices)
+        tf.boolean_mask(gathered(mesh, tensor, longest, channel.of_gradient()), is_slice)
+        for tensor in (slices.values, slices.indices)
     )
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
@@ -100,9 +95,8 @@ def sum_gradients(mesh: Any, tensor: Any, channel: Channel) -> Any:
         return tensor
 
     def gradient(upstream: Any) -> Any:
-        if isinstance(upstream, tf.IndexedSlices):
-            return total(mesh, upstream, channel.of_gradient())
-        return summed(mesh, upstream, channel.of_gradient())
+        add_up = total if isinstance(upstream, tf.IndexedSlices) else summed
+        return add_up(mesh, upstream, channel.of_gradient())
 
     return with_gradient(tensor, tensor, gradient)
 

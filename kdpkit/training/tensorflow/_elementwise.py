@@ -1,8 +1,8 @@
-"""Operations that compute each entry, or each example, by itself are repeated on the parts.
+"""Operations that compute each entry by itself are repeated on the parts of their inputs.
 
-What a step or a block of the user's computes between two divided layers, such as an activation or a
-sum with a shortcut, would else be computed for all examples on one device. It is looked up where
-the parts of its result are asked for; the operation itself is then used by nobody, and left out.
+What a step or a user's block computes between two divided layers, such as an activation or a sum
+with a shortcut, would otherwise be computed for all examples on one device. It is repeated where
+the parts of its result are asked for; TensorFlow leaves out the original, which nobody uses then.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdpkit.training.tensorflow._keras_internals import repeat_operation
 
-# Of these each entry of the output depends on the entries at its place.
+# Each entry of the output depends only on the entries at the same position.
 _ENTRY_BY_ENTRY = (
     "Abs Add AddN AddV2 Atan Cast Ceil Cos Cosh Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor "
     "Identity Inv IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Log Log1p Maximum Minimum Mul "
@@ -38,30 +38,29 @@ def repeated(step: Any, tensor: Any, known_parts: Callable) -> Any:
 
 
 def _entry_by_entry(step: Any, operation: Any, known_parts: Callable) -> Any:
-    inputs = [*operation.inputs]
-    parts = [known_parts(step, x) for x in inputs]
-    known = [part for part in parts if part is not None]
-    if not known or any(part.split.length_id != known[0].split.length_id for part in known):
-        return None
-    rank = operation.outputs[0].shape.rank
-    for x, part in zip(inputs, parts, strict=True):
-        is_for_all = x.shape.rank is not None and (x.shape.rank < rank or x.shape[0] == 1)
-        if x.shape.rank != rank if part is not None else not is_for_all:
+    rank, devices = operation.outputs[0].shape.rank, step.mesh.devices
+    first, inputs = None, []
+    for x in operation.inputs:
+        parts = known_parts(step, x)
+        if parts is None:  # Then it must be the same for all examples.
+            if x.shape.rank is None or (x.shape.rank >= rank and x.shape[0] != 1):
+                return None
+            inputs.append([x] * len(devices))
+            continue
+        first = first or parts
+        if x.shape.rank != rank or parts.split.length_id != first.split.length_id:
             return None
-    taken = [
-        [x] * len(step.mesh.devices) if part is None else part.tensors
-        for x, part in zip(inputs, parts, strict=True)
-    ]
-    return known[0]._replace(
-        tensors=[
-            repeat_operation(operation, [of[index] for of in taken], device)
-            for index, device in enumerate(step.mesh.devices)
-        ],
+        inputs.append(parts.tensors)
+    if first is None:
+        return None
+    of_devices = zip(devices, *inputs, strict=True)
+    return first._replace(
+        tensors=[repeat_operation(operation, tensors, device) for device, *tensors in of_devices]
     )
 
 
 def _unbroadcast(step: Any, operation: Any, known_parts: Callable) -> Any:
-    """Recognize the gradient of what was perhaps broadcast, and was not: the gradient itself.
+    """Recognize the gradient of an input that might be broadcast, and is not: the gradient itself.
 
     TensorFlow sums it over the axes of a broadcast, which it does not know beforehand.
     """
@@ -71,10 +70,11 @@ def _unbroadcast(step: Any, operation: Any, known_parts: Callable) -> Any:
     upstream, axes = total.op.inputs
     if axes.op.type != "BroadcastGradientArgs":
         return None
-    parts = known_parts(step, upstream)
-    tensor = shape.op.inputs[0]
-    is_same = tensor.shape.rank == upstream.shape.rank and tensor.shape[1:] == upstream.shape[1:]
-    if parts is None or not is_same or not tensor.shape[1:].is_fully_defined():
+    tensor, static = shape.op.inputs[0], upstream.shape
+    is_same = tensor.shape.rank == static.rank and tensor.shape[1:] == static[1:]
+    if not is_same or not tensor.shape[1:].is_fully_defined():
         return None
-    own = known_parts(step, tensor)
-    return parts if own is not None and own.split.length_id == parts.split.length_id else None
+    parts, parts_of_tensor = known_parts(step, upstream), known_parts(step, tensor)
+    if parts is None or parts_of_tensor is None:
+        return None
+    return parts if parts.split.length_id == parts_of_tensor.split.length_id else None

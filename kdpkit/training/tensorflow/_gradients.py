@@ -1,7 +1,7 @@
-"""Where gradients are computed, `tf.gradients`, and sparse gradients that are made dense.
+"""On which device gradients are computed, `tf.gradients`, and sparse gradients that become dense.
 
-A tape computes gradients wherever TensorFlow puts them, which is mostly one device. What it has
-added to a graph is put, after a step was traced, where what it is computed from is.
+A tape computes gradients wherever TensorFlow puts them, which is mostly one device. After a step
+was traced, they are put where the tensors are that they are computed from.
 """
 
 import inspect
@@ -13,51 +13,49 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _parts
+from kdpkit.training.tensorflow import _tensor_parts
 from kdpkit.training.tensorflow._step import current_step, key
 
 
 def place(graph: Any, first: int, devices: tuple[str, ...]) -> None:
-    """Put a graph's operations that have no device where their inputs are.
+    """Put a graph's operations, from the first one given, where their inputs are.
 
-    The sums in which a tape adds up a variable's gradients (`_copies`) take turns on the devices.
-
-    Args:
-        graph: The graph.
-        first: The number of the first of the operations.
-        devices: The devices of the parts.
+    The sums in which a tape adds up a variable's gradients are spread over the devices.
     """
-    turns = itertools.cycle(devices)
+    next_devices = itertools.cycle(devices)
     operations = graph.get_operations()[first:]
     for operation in operations:
         if operation.device or any(x.dtype == tf.resource for x in operation.inputs):
             continue
-        of_inputs = [device for x in operation.inputs if (device := x.op.device)]
-        if of_inputs:
-            is_sum = operation.type == "AddN" and len({*of_inputs}) > 1
-            operation._set_device(next(turns) if is_sum else of_inputs[0])
+        input_devices = [device for x in operation.inputs if (device := x.op.device)]
+        if input_devices:
+            is_sum = operation.type == "AddN" and len({*input_devices}) > 1
+            operation._set_device(next(next_devices) if is_sum else input_devices[0])
     for operation in operations:
         if operation.type == "Const" and not operation.device:
-            users = (user.device for user in operation.outputs[0].consumers())
-            operation._set_device(next(filter(None, users), ""))
+            user_devices = (user.device for user in operation.outputs[0].consumers())
+            operation._set_device(next(filter(None, user_devices), ""))
 
 
 def graph_gradients(original: Callable, ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute `tf.gradients`, which follows operations, and not what tapes are told.
+    """Compute `tf.gradients`, which follows operations, and not what was recorded for tapes.
 
-    It comes to each copy of a variable, and to the parts of a tensor, where a tape comes to the
-    variable and to the tensor.
+    So it arrives at the copies of a variable, and at the parts of a tensor.
     """
     step = current_step()
     if step is None:
         return original(ys, xs, *args, **kwargs)
-    given = inspect.signature(original).bind(ys, xs, *args, **kwargs).arguments
-    sources = [_sources(step, x) for x in tf.nest.flatten(xs)]
-    of_parts = [of[0] for of in sources if len(of) > 1 and isinstance(of[0], tf.Tensor)]
-    given["xs"] = [x for of in sources for x in of]
-    given["stop_gradients"] = [*tf.nest.flatten(given.get("stop_gradients") or ()), *of_parts]
-    found = iter(original(**given))
-    return [_total(step, of, [next(found) for _ in of]) for of in sources]
+    arguments = inspect.signature(original).bind(ys, xs, *args, **kwargs).arguments
+    sources_of_each = [_sources(step, x) for x in tf.nest.flatten(xs)]
+    divided = [
+        tensor for tensor, *parts in sources_of_each if parts and isinstance(tensor, tf.Tensor)
+    ]
+    stopped = tf.nest.flatten(arguments.get("stop_gradients") or ())
+    arguments |= {"xs": [*itertools.chain(*sources_of_each)], "stop_gradients": stopped + divided}
+    gradients = iter(original(**arguments))
+    return [
+        _total(step, sources, [next(gradients) for _ in sources]) for sources in sources_of_each
+    ]
 
 
 def _sources(step: Any, x: Any) -> list[Any]:
@@ -65,42 +63,46 @@ def _sources(step: Any, x: Any) -> list[Any]:
     x = x.value if isinstance(x, keras.Variable) else x
     if isinstance(x, tf.distribute.DistributedValues):
         return [*x.values]
-    if not tf.is_symbolic_tensor(x) or key(x) in step.on_host:  # whose parts are cut from it
+    if not tf.is_symbolic_tensor(x) or key(x) in step.batch_keys:  # whose parts are cut from it
         return [x]
     parts = step.parts.get(key(x))
     return [x] if parts is None else [x, *parts.tensors]
 
 
 def _total(step: Any, sources: list[Any], gradients: list[Any]) -> Any:
-    if isinstance(sources[0], tf.Tensor) and any(of is not None for of in gradients[1:]):
-        pairs = zip(sources[1:], gradients[1:], strict=True)
-        filled = [tf.zeros_like(x) if of is None else of for x, of in pairs]
+    first, *of_parts = gradients
+    if isinstance(sources[0], tf.Tensor) and any(part is not None for part in of_parts):
+        filled = [
+            tf.zeros_like(source) if gradient is None else gradient
+            for source, gradient in zip(sources[1:], of_parts, strict=True)
+        ]
         parts = step.parts[key(sources[0])]._replace(tensors=filled)
-        gradients = [gradients[0], _parts.join(step, parts)]
-    present = [gradient for gradient in gradients if gradient is not None]
-    return tf.add_n([*map(tf.convert_to_tensor, present)]) if present else None
+        gradients = [first, _tensor_parts.join(step, parts)]
+    present = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    return tf.add_n(present) if present else None
 
 
 def dense_if_unique(gradient: tf.Tensor | tf.IndexedSlices) -> Any:
     """Make a sparse gradient dense where it has one slice for each index.
 
-    That is how products with sparse features give it, and a table of positions that is looked up
-    once for the batch (`Embedding(...)(ops.arange(length))`). Those of several parts would be
-    several, which Keras' optimizers square one by one. Where examples look a table up it has a
-    slice for every lookup, on one device as well, and stays sparse.
+    That is the gradient of a product with sparse features, and of a table of positions that is
+    looked up once for the batch (`Embedding(...)(ops.arange(length))`). Several parts would give
+    several slices for an index, which Keras' optimizers square one by one. Where examples look a
+    table up it has a slice for every lookup, on one device as well, and stays sparse.
     """
     if isinstance(gradient, tf.IndexedSlices) and not tf.executing_eagerly():
         return tf.convert_to_tensor(gradient) if _are_unique(gradient.indices) else gradient
     return gradient
 
 
-# Of these every entry comes from the entry at its place; `take` of Keras wraps negative indices.
-_BY_ENTRY = ("Identity", "Cast", "ExpandDims", "Squeeze", "SelectV2", "Less", "AddV2")
+# Each entry of their output comes from the entry at the same position of an input: Keras' `take`
+# wraps negative indices with them.
+_ENTRY_BY_ENTRY = ("Identity", "Cast", "ExpandDims", "Squeeze", "SelectV2", "Less", "AddV2")
 _OF_THE_FIRST_INPUT = ("Reshape", "StridedSlice")  # all of its entries, or some
 
 
 def _are_unique(indices: tf.Tensor) -> bool:
-    """Recognize indices that have been made unique, or that count, whatever the examples are."""
+    """Recognize indices that were made unique, or that count, whatever the examples are."""
     op = indices.op
     if op.type in ("Unique", "UniqueV2", "Range"):
         return True
@@ -109,5 +111,5 @@ def _are_unique(indices: tf.Tensor) -> bool:
         return np.ndim(value) > 0 and np.unique(value).size == np.size(value)
     if op.type in _OF_THE_FIRST_INPUT:
         return _are_unique(op.inputs[0])
-    entries = [part for part in op.inputs if part.shape.rank != 0]
-    return op.type in _BY_ENTRY and bool(entries) and all(map(_are_unique, entries))
+    inputs = [x for x in op.inputs if x.shape.rank != 0]
+    return op.type in _ENTRY_BY_ENTRY and bool(inputs) and all(map(_are_unique, inputs))

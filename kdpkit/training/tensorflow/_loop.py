@@ -1,7 +1,7 @@
 """The steps of `TrainingLoop` on TensorFlow: one device, and every synchronous strategy.
 
-A step is traced once, on the global batch, in the cross-replica context: what the user computes
-is computed as on one device, and calls of layers are divided (`_division`).
+A step is traced once, on the global batch, in the cross-replica context: what the user computes is
+computed as on one device, and calls of layers are divided (`_layer_calls`).
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
-    _distribution,
-    _division,
+    _global_batches,
     _keras_internals,
-    _libraries,
-    _losses,
+    _layer_calls,
+    _library_layers,
+    _losses_and_metrics,
     _micro_batches,
     _optimizers,
     _patches,
@@ -40,7 +40,7 @@ from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
 from kdpkit.training.tensorflow._loop_gradients import combined, forward, forward_and_backward
 from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._remat import checkpointed
-from kdpkit.training.tensorflow._split import of_any_length
+from kdpkit.training.tensorflow._split import with_unknown_length
 from kdpkit.training.tensorflow._step import Mesh, Step, current_step
 from kdpkit.training.tensorflow._tracing import traced_once
 
@@ -62,8 +62,8 @@ class TensorFlowSteps(Steps):
         self.strategy = _strategy_of(self.model, strategy)
         self._jit = jit
         self.mesh = Mesh(self.strategy)
-        self._is_one = self.mesh.num_parts == 1
-        if not self._is_one:
+        self._is_one_device = self.mesh.num_parts == 1
+        if not self._is_one_device:
             _checks.reject_states_of_examples(self.model)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
@@ -78,20 +78,27 @@ class TensorFlowSteps(Steps):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        explained = _distribution.explaining_differences(), _division.explaining_other_lengths()
-        with processes.explain_lost_process(), explained[0], explained[1], _patches.installed():
+        with (
+            processes.explain_lost_process(),
+            _global_batches.explaining_differences(),
+            _layer_calls.explaining_other_lengths(),
+            _patches.installed(),
+        ):
             yield
 
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        ((argument, wanted),) = steps.items()
+        ((argument, steps_per_epoch),) = steps.items()
         if isinstance(dataset, keras.utils.PyDataset):
-            epochs = _PyEpochs(dataset)
-            feed = self.open(epochs.given, name, **steps)
-            epochs.batches = feed.batches
+            epochs = _PyDatasetEpochs(dataset)
+            epochs.batches = self.open(epochs.batches, name, **steps).batches
             return Feed(
-                name, epochs, wanted=wanted, length=lambda: dataset.num_batches, end=epochs.end
+                name,
+                epochs,
+                steps_per_epoch=steps_per_epoch,
+                length=lambda: dataset.num_batches,
+                end=epochs.end,
             )
         if not isinstance(dataset, tf.data.Dataset):
             checks.fail(
@@ -100,21 +107,26 @@ class TensorFlowSteps(Steps):
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _checks.check_batched(name, dataset.element_spec, is_one_length=True)
-        _checks.check_dataset(name, dataset, **{argument: wanted})
-        is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
+        _checks.check_dataset(name, dataset, **{argument: steps_per_epoch})
+        is_silent = dataset.options().autotune.enabled is None  # about whether tf.data tunes it
         batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         if not self.model.built and type(self.model).call is not keras.Model.call:
             batch = _placeholders.placeholders(batches.element_spec, PLACEHOLDER_EXAMPLES)
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with self.scope():
                 _placeholders.trace(functools.partial(self.model, training=False), x)
-        return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
+
+        def length() -> int | None:  # It may differ from epoch to epoch.
+            cardinality = int(dataset.cardinality())
+            return cardinality if cardinality >= 0 else None
+
+        return Feed(name, batches, steps_per_epoch=steps_per_epoch, length=length)
 
     def _distributed(self, dataset: Any, name: str) -> Any:
-        return _distribution.global_batches(self.strategy, dataset, name)
+        return _global_batches.global_batches(self.strategy, dataset, name)
 
     def build(self, feed: Feed, *, training: bool) -> None:
-        with self.scope():  # in which a compiled loop can make no variables
+        with self.scope():  # A compiled loop can make no variables.
             _keras_internals.move_global_seeds(self.strategy)
             if not self._is_built:
                 if self.loop.accumulation > 1:
@@ -123,9 +135,10 @@ class TensorFlowSteps(Steps):
                 placeholders = _placeholders.placeholders(spec, PLACEHOLDER_EXAMPLES)
                 names = trace_metrics(self.loop, placeholders, _placeholders.trace)
                 self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
-                metrics = [*_libraries.parts_of_metrics(self.model), *self.means]
-                for variable in (v for of in metrics if self.counts_once for v in of.variables):
-                    _losses.count_once(variable)
+                if self.counts_once:
+                    for metric in [*_library_layers.metrics_of(self.model), *self.means]:
+                        for variable in metric.variables:
+                            _losses_and_metrics.count_once(variable)
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()
@@ -157,30 +170,30 @@ class TensorFlowSteps(Steps):
         return len(outputs), outputs
 
     def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        wanted = tf.constant(steps)
+        num_steps = tf.constant(steps)
         is_traced = function.experimental_get_tracing_count() > 0
         if not is_traced and not tf.config.functions_run_eagerly():
-            with _uncollected():
-                function.get_concrete_function(iterator, wanted)
-        done, logs = function(iterator, wanted)
+            with _without_garbage_collection():
+                function.get_concrete_function(iterator, num_steps)
+        done, logs = function(iterator, num_steps)
         return int(done), logs
 
     def _repeated(self, step: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """Compile a loop of up to so many steps, or to the end of the data."""
 
-        def run(iterator: Any, steps: Any) -> Any:
-            def goes_on(done: Any, batch: Any) -> Any:
-                return (done < steps) & batch.has_value()
+        def run(iterator: Any, num_steps: Any) -> Any:
+            def continues(done: Any, batch: Any) -> Any:
+                return (done < num_steps) & batch.has_value()
 
             def body(done: Any, batch: Any) -> Any:
                 step(batch.get_value())
                 done += 1
                 # The batch after the last one belongs to the next call.
-                return done, tf.cond(done < steps, iterator.get_next_as_optional, lambda: batch)
+                return done, tf.cond(done < num_steps, iterator.get_next_as_optional, lambda: batch)
 
             with self.scope():
                 first = iterator.get_next_as_optional()
-                done, _ = tf.while_loop(goes_on, body, (tf.constant(0), first))
+                done, _ = tf.while_loop(continues, body, (tf.constant(0), first))
                 return done, self._logs()
 
         return tf.function(run, autograph=False, reduce_retracing=True)
@@ -188,56 +201,57 @@ class TensorFlowSteps(Steps):
     # One step.
 
     @contextlib.contextmanager
-    def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
+    def _traced(self, batch: Any, *, jit: bool = False) -> Iterator[Any]:
         """Trace a step on a batch in this, all of it on the device if there is only one."""
-        settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not self._is_one}
-        step = Step(self.mesh, policy or self._policy, **settings)
-        batch = _distribution.opened(self.mesh, batch)
-        if not self._is_one:
-            batch = tf.nest.map_structure(of_any_length, batch)
-        with tf.device(self.mesh.home if self._is_one else None), traced_once(step, batch):
+        is_one, batch = self._is_one_device, _global_batches.opened(self.mesh, batch)
+        settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not is_one}
+        step = Step(self.mesh, self._policy, **settings)
+        if not is_one:
+            batch = tf.nest.map_structure(with_unknown_length, batch)
+        with tf.device(self.mesh.home if is_one else None), traced_once(step, batch):
             yield batch
 
     def _train_step(self, batch: Any, *, jit: bool = False) -> Any:
-        """Train on a batch; return what it adds to loss and metrics, if these do not count it."""
-        jit_all, micro_batches, policy = jit and self._is_one, self.loop.accumulation, None
+        """Train on a batch; return what is to be added to loss and metrics later, if anything."""
+        jit_all, micro_batches = jit and self._is_one_device, self.loop.accumulation
         differentiate = _compiled(functools.partial(self._differentiate, jit_all), jit=jit_all)
         with rematerialised(self.loop, checkpointed), self._traced(batch, jit=jit) as batch:
-            num_examples = _distribution.examples_in_batch(batch)
-            before = []
+            num_examples = _global_batches.examples_in_batch(batch)
+            seeds = []
             if micro_batches > 1:
-                # All of these draw from the same, each at the positions of its examples.
-                seeds = _micro_batches.seeds_of(self.model)
-                before = [(of.state, tf.identity(of.state.value)) for of in seeds]
-                policy = _micro_batches.PolicyOfMicroBatches(self._policy, self.mesh.num_parts)
-                policy.reject_loss(self.loop, batch)
+                # All of them draw from the same seeds, each at the positions of its examples.
+                generators = _micro_batches.seed_generators_of(self.model)
+                seeds = [(seed.state, tf.identity(seed.state.value)) for seed in generators]
+                _micro_batches.reject_loss(self._policy, self.loop, batch)
 
             def compute(micro_batch: Any, start: Any) -> tuple[Sums, list[Any]]:
-                for state, value in before:
+                for state, value in seeds:
                     state.assign(value)
-                with self._traced(micro_batch, jit=jit, policy=policy) as micro_batch:
+                with self._traced(micro_batch, jit=jit) as micro_batch:
                     sums, predictions, masks = differentiate(micro_batch, start, num_examples)
                     keras.tree.map_structure(set_keras_mask, predictions, masks)
                     return sums, self._count(lambda: self._update_metrics(micro_batch, predictions))
 
-            sums, of_metrics = _micro_batches.over_micro_batches(
+            sums, metric_counts = _micro_batches.over_micro_batches(
                 compute, batch, num_examples=num_examples, micro_batches=micro_batches
             )
             factors: list[Any] = []
-            of_losses = self._count(lambda: factors.extend(self._update_losses(num_examples, sums)))
+            loss_counts = self._count(
+                lambda: factors.extend(self._update_losses(num_examples, sums))
+            )
             _compiled(self._update, jit=jit_all)(sums.gradients, factors)
-            return [*map(tf.add, of_metrics, of_losses)]
+            return [*map(tf.add, metric_counts, loss_counts)]
 
     def _differentiate(self, jit: bool, batch: Any, start: Any, num_global_examples: Any) -> Any:
         """Compute what a step, or XLA's part of it, computes from some examples of a batch."""
-        num_examples = _distribution.examples_in_batch(batch)
+        num_examples = _global_batches.examples_in_batch(batch)
         if self.loop.accumulation == 1:
             num_global_examples = num_examples
             if not jit:
                 return forward_and_backward(self.loop, batch, (num_examples, num_examples))
         step: Any = current_step()
         # By position under XLA too, which draws several axes in another order.
-        with step.at(start, num_examples, num_global_examples):
+        with step.drawing_at(start, num_examples, num_global_examples):
             return forward_and_backward(self.loop, batch, (num_examples, num_global_examples))
 
     def _update(self, gradients: Any, factors: Any) -> None:
@@ -247,7 +261,7 @@ class TensorFlowSteps(Steps):
 
     def _test_step(self, batch: Any) -> Any:
         with self._traced(batch) as batch:
-            num_examples = _distribution.examples_in_batch(batch)
+            num_examples = _global_batches.examples_in_batch(batch)
             counts = num_examples, num_examples
             sums, predictions = forward(self.loop, batch, counts, training=False)
 
@@ -263,7 +277,7 @@ class TensorFlowSteps(Steps):
             return self.model(x, training=False)
 
     def _count(self, update: Callable[[], Any]) -> list[Any]:
-        """Update loss and metrics; return what that added, if it is to be added later."""
+        """Update loss and metrics; return what is to be added to them later, which is nothing."""
         update()
         return []
 
@@ -281,21 +295,20 @@ def _explaining_xla() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if found := re.search(r"\((No registered '\w+' OpKernel for XLA\w*)", error.message):
+        if match := re.search(r"\((No registered '\w+' OpKernel for XLA\w*)", error.message):
             raise errors.InputError(
-                f"XLA cannot compile the training step of this model: {found[1]}. "
+                f"XLA cannot compile the training step of this model: {match[1]}. "
                 "Use `jit_compile=False`, or move the operation into the input pipeline."
             ) from error
         raise
 
 
 def _compiled(function: Callable[..., Any], *, jit: bool) -> Callable[..., Any]:
-    """Have XLA compile a part of a step, or leave it as it is."""
     return tf.function(function, jit_compile=True, autograph=False) if jit else function
 
 
 def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
-    """Return the strategy that a model lives in, which must be the one asked for."""
+    """Return the strategy that a model lives in, which must be the given one."""
     if strategy is None:
         strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.Strategy):
@@ -309,13 +322,12 @@ def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
     return strategy
 
 
-class _PyEpochs:
-    """The epochs of a `PyDataset`, which is told where they begin and end."""
+class _PyDatasetEpochs:
+    """The epochs of a `PyDataset`, whose methods are called where they begin and end."""
 
     def __init__(self, dataset: keras.utils.PyDataset) -> None:
         self._adapter = PyDatasetAdapter(dataset)
-        self.given = self._adapter.get_tf_dataset()
-        self.batches: Any = self.given  # or those, spread over the replicas
+        self.batches: Any = self._adapter.get_tf_dataset()  # later distributed
         self._has_begun = False
 
     @property
@@ -334,17 +346,9 @@ class _PyEpochs:
         self._has_begun = False
 
 
-def _length_of(dataset: Any) -> int | None:
-    """Return the batches of a dataset's next iterator, which may differ from epoch to epoch."""
-    if not isinstance(dataset, tf.data.Dataset):
-        return None
-    length = int(dataset.cardinality())
-    return length if length >= 0 else None
-
-
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Have Python collect no garbage while a step is traced, which makes many objects that stay."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Trace a step faster, which makes many objects that stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -22,13 +22,20 @@ def forward(loop: Any, batch: Any, counts: tuple[Any, Any], *, training: bool) -
 
 def forward_and_backward(loop: Any, batch: Any, counts: tuple[Any, Any]) -> tuple[Sums, Any, Any]:
     """Compute losses and gradients of some examples, the predictions, and their Keras masks."""
-    # Persistent, for the losses whose divisors differ; a graph keeps nothing longer for it.
+    # The tape is persistent for the losses whose divisors differ.
     with tf.GradientTape(persistent=True) as tape:
         sums, predictions = forward(loop, batch, counts, training=True)
-        parts = [*map(loop.optimizer.scale_loss, loop.loss.parts(sums))]
+        losses = [*map(loop.optimizer.scale_loss, loop.loss.parts(sums))]
     variables = loop.model.trainable_variables
-    gradients = [_present(tape.gradient(part, variables)) for part in parts]
-    # An attribute of a tensor does not pass the border of a `tf.function`.
+    gradients = [
+        {
+            i: dense_if_unique(x)
+            for i, x in enumerate(tape.gradient(loss, variables))
+            if x is not None
+        }
+        for loss in losses
+    ]
+    # Masks are attributes of tensors, which do not cross the border of a `tf.function`.
     masks = keras.tree.map_structure(get_keras_mask, predictions)
     return sums._replace(gradients=gradients), predictions, masks
 
@@ -36,12 +43,8 @@ def forward_and_backward(loop: Any, batch: Any, counts: tuple[Any, Any]) -> tupl
 def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, Any]:
     """Add to the first gradients those of other losses, each times a factor; return the first."""
     total, *others = gradients
-    for of_loss, factor in zip(others, factors, strict=True):
-        for index, gradient in of_loss.items():
+    for gradients_of_loss, factor in zip(others, factors, strict=True):
+        for index, gradient in gradients_of_loss.items():
             scaled = tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient)
             total[index] = add(total[index], scaled) if index in total else scaled
     return total
-
-
-def _present(gradients: list[Any]) -> dict[int, Any]:
-    return {i: dense_if_unique(of) for i, of in enumerate(gradients) if of is not None}

@@ -1,7 +1,7 @@
-"""Micro-batches: examples of a batch that are computed after the others, to need less memory.
+"""Micro-batches: a batch is computed some examples at a time, to need less memory.
 
-Each is divided over the devices as a batch is. What compares examples is rejected: a micro-batch
-has some of them alone.
+Each is divided over the devices as a batch is. Layers and losses that compare examples are
+rejected, because a micro-batch has only some of the examples.
 """
 
 import functools
@@ -11,25 +11,23 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks
-from kdpkit.training.tensorflow import _distribution, _law, _libraries
+from kdpkit.training.tensorflow import _library_layers
+from kdpkit.training.tensorflow._global_batches import sliced
 from kdpkit.training.tensorflow._keras_internals import GLOBAL_SEED_GENERATOR, global_state
-from kdpkit.training.tensorflow._policy import Policy
-from kdpkit.training.tensorflow._split import of_any_length
+from kdpkit.training.tensorflow._layer_trial import Calling
+from kdpkit.training.tensorflow._policy import Policy, reject_mixing
+from kdpkit.training.tensorflow._split import with_unknown_length
 
-T = TypeVar("T")  # `Sums`, or several things that add up
+T = TypeVar("T")  # `Sums`, or a nest of tensors to add up
 
 
 def over_micro_batches(
     compute: Callable[[Any, Any], T], batch: Any, *, num_examples: Any, micro_batches: int
 ) -> T:
-    """Add up what the micro-batches of a batch give, one after the other; none is empty.
+    """Add up the results of a batch's micro-batches, computed one after the other.
 
-    Args:
-        compute: Computes a micro-batch, given where in the batch it starts.
-        batch: The batch.
-        num_examples: Its examples.
-        micro_batches: How many to split into; their sizes differ by one example at most.
+    Their sizes differ by one example at most, and none is empty. `compute` gets a micro-batch and
+    its position in the batch.
     """
     if micro_batches == 1:
         return compute(batch, 0)
@@ -38,8 +36,8 @@ def over_micro_batches(
     def compute_one(index: Any) -> T:
         with tf.device("CPU:0"):  # where the batch is
             start, stop = (num_examples * i // count for i in (index, index + 1))
-            parts = [_distribution.sliced(x, start, stop) for x in tf.nest.flatten(batch)]
-        return compute(tf.nest.pack_sequence_as(batch, [*map(of_any_length, parts)]), start)
+            leaves = [with_unknown_length(sliced(x, start, stop)) for x in tf.nest.flatten(batch)]
+        return compute(tf.nest.pack_sequence_as(batch, leaves), start)
 
     first = compute_one(tf.constant(0))
     _, sums = tf.while_loop(
@@ -47,31 +45,31 @@ def over_micro_batches(
         lambda index, sums: (index + 1, tf.nest.map_structure(add, sums, compute_one(index))),
         (tf.constant(1), first),
         shape_invariants=(tf.TensorSpec((), tf.int32), tf.nest.map_structure(_spec_of_sum, first)),
-        parallel_iterations=1,  # else several micro-batches would be in memory
+        parallel_iterations=1,  # More would be in memory at the same time.
     )
     return sums
 
 
-def add(one: Any, other: Any) -> Any:
-    """Add up gradients; sparse ones stay so, because optimizers treat them in their own way."""
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+def add(total: Any, addend: Any) -> Any:
+    """Add gradients; sparse ones stay sparse, because optimizers treat these differently."""
+    if isinstance(total, tf.IndexedSlices) and isinstance(addend, tf.IndexedSlices):
         return tf.IndexedSlices(
-            tf.concat([one.values, other.values], axis=0),
-            tf.concat([one.indices, other.indices], axis=0),
-            one.dense_shape,
+            tf.concat([total.values, addend.values], axis=0),
+            tf.concat([total.indices, addend.indices], axis=0),
+            total.dense_shape,
         )
-    return tf.add_n([one, other])
+    return tf.add_n([total, addend])
 
 
-def seeds_of(model: keras.Model) -> list[Any]:
+def seed_generators_of(model: keras.Model) -> list[Any]:
     """Return the generators of seeds that a model's layers draw from, and Keras' global one."""
     generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
-    return [*{id(of): of for of in generators if of is not None}.values()]
+    return [*{id(seed): seed for seed in generators if seed is not None}.values()]
 
 
 def _spec_of_sum(value: Any) -> Any:
-    """Return the type of a sum: in a sparse one there may be any number of slices."""
+    """Return the type of a sum: a sparse one may have any number of slices."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlicesSpec(
             value.shape, value.dtype, value.indices.dtype, tf.int32, indices_shape=[None]
@@ -79,50 +77,12 @@ def _spec_of_sum(value: Any) -> Any:
     return tf.TensorSpec(value.shape, value.dtype)
 
 
-class PolicyOfMicroBatches:
-    """Divides the layers that a policy divides, and rejects those that compare examples.
-
-    Args:
-        policy: The policy.
-        num_parts: How many devices there are: on one no layer is divided.
-    """
-
-    def __init__(self, policy: Policy, num_parts: int) -> None:
-        self._policy, self._num_parts = policy, num_parts
-
-    def __call__(
-        self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
-    ) -> bool:
-        """Return whether devices compute their parts of what a layer is called on."""
-        if not _libraries.is_composed(layer):  # or its layers are asked
-            _reject(f"layer `{layer.name}`", self._why_examples_meet(layer, args, kwargs))
-        return self._num_parts > 1 and self._policy(layer, args, kwargs, as_one=as_one)
-
-    def _why_examples_meet(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
-        if not _libraries.is_of_a_library(layer):
-            return _mixes(self._policy.finding(layer, args, kwargs))
-        is_mixing = _libraries.has_too_few_axes(layer, args, kwargs)
-        return "takes the examples of a batch for parts of one" if is_mixing else None
-
-    def reject_loss(self, loop: Any, batch: Any) -> None:
-        """Reject a loss of the user's that compares examples."""
-        losses = [loss for loss in keras.tree.flatten(loop.loss.loss) if loss is not None]
-        is_own = not _libraries.is_library(type(loop).per_example_loss.__module__)
-        if is_own or not all(map(_libraries.is_loss_of_a_library, losses)):
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            compute = functools.partial(loop.per_example_loss, training=True)
-            layer = _law.Calling(lambda *of: compute(*of)[0], [loop.model])
-            _reject("loss", _mixes(self._policy.finding(layer, (x, y), {})))
-
-
-def _mixes(found: _law.Finding) -> str | None:
-    """Return how examples are compared, if they surely are: what cannot be tried is taken as is."""
-    return found.reason if found.verdict is _law.Verdict.MIXES else None
-
-
-def _reject(name: str, reason: str | None) -> None:
-    if reason is not None:
-        checks.fail(
-            f"The {name} {reason}, and a micro-batch has some of the examples alone.",
-            remedy="Train with `accumulation=1`.",
-        )
+def reject_loss(policy: Policy, loop: Any, batch: Any) -> None:
+    """Reject a user's loss that compares examples."""
+    losses = [loss for loss in keras.tree.flatten(loop.loss.loss) if loss is not None]
+    is_users = not _library_layers.is_library(type(loop).per_example_loss.__module__)
+    if is_users or not all(map(_library_layers.is_loss_of_a_library, losses)):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        compute = functools.partial(loop.per_example_loss, training=True)
+        layer = Calling(lambda *arguments: compute(*arguments)[0], [loop.model])
+        reject_mixing("loss", policy.finding(layer, (x, y), {}))

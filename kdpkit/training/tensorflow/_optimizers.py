@@ -9,62 +9,58 @@ import tensorflow as tf
 
 from kdpkit._internal import checks, held_variables
 from kdpkit.training.tensorflow import _checks, _keras_internals
-from kdpkit.training.tensorflow._libraries import is_library
-from kdpkit.training.tensorflow._step import Step, current_step
+from kdpkit.training.tensorflow._library_layers import is_library
+from kdpkit.training.tensorflow._step import Step, current_step, graph
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
-    parts = held_variables.parts_of_attributes(model._flatten_layers())
-    found = {id(of): of for _, of in parts if isinstance(of, keras.optimizers.Optimizer)}
-    return [*found.values()]
+    """Return the optimizers in the attributes of a model and its layers, in lists and dicts too."""
+    parts = [part for _, part in held_variables.parts_of_attributes(model._flatten_layers())]
+    optimizers = [part for part in parts if isinstance(part, keras.optimizers.Optimizer)]
+    return [*{id(optimizer): optimizer for optimizer in optimizers}.values()]
 
 
 def move_into_scope(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
 ) -> None:
-    """Give every device copies of an optimizer's variables, wherever it was made."""
+    """Let every device have copies of an optimizer's variables, wherever it was made."""
     optimizer._distribution_strategy = strategy
     if not is_library(type(optimizer).build.__module__):
         optimizer.build = functools.partial(_build, optimizer)
-    held = [value for value in vars(optimizer).values() if isinstance(value, tf.Variable)]
-    generators = [v for v in vars(optimizer).values() if isinstance(v, keras.random.SeedGenerator)]
-    _checks.require_scope(f"optimizer `{optimizer.name}`", held, strategy)
-    for variable in [*optimizer.variables, *(generator.state for generator in generators)]:
-        _move_into_scope(optimizer, variable, strategy)
-    for inner in getattr(optimizer, "optimizers", ()):  # a `MultiOptimizer`'s
+    name, attributes = f"optimizer `{optimizer.name}`", vars(optimizer).values()
+    tf_variables = [value for value in attributes if isinstance(value, tf.Variable)]
+    _checks.require_scope(name, tf_variables, strategy)
+    seeds = [v.state for v in attributes if isinstance(v, keras.random.SeedGenerator)]
+    for variable in [*optimizer.variables, *seeds]:
+        if _checks.is_in_scope([variable], strategy):
+            continue
+        is_of_other_strategy = isinstance(variable.value, tf.distribute.DistributedValues)
+        if is_of_other_strategy or current_step() is not None:  # A step cannot move variables.
+            _checks.reject_scope(name, strategy, variable=variable.path)
+        with tf.init_scope(), strategy.scope():
+            _keras_internals.move_into_scope(variable)
+    for inner in getattr(optimizer, "optimizers", ()):  # of a `MultiOptimizer`
         inner._distribution_strategy = strategy
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         move_into_scope(optimizer.inner_optimizer, strategy)
 
 
 def copy_state(model: keras.Model) -> None:
-    """Give all devices the state that steps have updated on the first one alone."""
+    """Copy to all devices the state that steps have updated on the first one only."""
     for optimizer in optimizers_of(model):
         for variable in optimizer.variables:
-            _keras_internals.copy_to_all(variable.value)
-
-
-def _move_into_scope(
-    optimizer: keras.optimizers.Optimizer, variable: Any, strategy: tf.distribute.Strategy
-) -> None:
-    if _checks.is_in_scope([variable], strategy):
-        return
-    is_of_others = isinstance(variable.value, tf.distribute.DistributedValues)
-    if is_of_others or current_step() is not None:  # where nothing can be moved
-        name = f"optimizer `{optimizer.name}`"
-        _checks.reject_scope(name, strategy, variable=variable.path)
-    with tf.init_scope(), strategy.scope():
-        _keras_internals.move_into_scope(variable)
+            first, *others = getattr(variable.value, "values", (variable.value,))
+            for copy in others:
+                copy.assign(first.read_value())
 
 
 def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    """Have an optimizer that is no attribute of the model work on the model's strategy, too."""
+    """Let an optimizer that is no attribute of the model work on the model's strategy, too."""
     step = current_step()
-    if step is not None and optimizer._distribution_strategy is not step.mesh.strategy:
-        move_into_scope(optimizer, step.mesh.strategy)
-    variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
     if step is not None:
+        if optimizer._distribution_strategy is not step.mesh.strategy:
+            move_into_scope(optimizer, step.mesh.strategy)
+        variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
         _reject_gradients_that_are_values(variables)
         if not optimizer.built:
             with tf.init_scope(), step.mesh.strategy.scope():
@@ -74,13 +70,12 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
 
 
 def _checks_here(step: Step | None) -> list[tf.Operation]:
-    """Return what a step checks before it updates anything."""
-    graph = tf.compat.v1.get_default_graph()
-    return [of for of in (step.checks if step else ()) if of.graph is graph]
+    """Return the checks of a step that must pass before it updates anything."""
+    return [check for check in (step.checks if step else ()) if check.graph is graph()]
 
 
 def _build(optimizer: Any, variables: Any) -> None:
-    """Build an optimizer of the user's, but raise if it assigns variables then.
+    """Build a user's optimizer, but raise if it assigns variables then.
 
     On one device every step would do so: docs/upstream/keras_repeats_optimizer_build.md
     """
@@ -108,9 +103,9 @@ def apply_scaled(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
     """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.md."""
-    if current_step() is None:
+    if (step := current_step()) is None:
         return original(optimizer, grads, trainable_variables)
-    with tf.control_dependencies(_checks_here(current_step())):
+    with tf.control_dependencies(_checks_here(step)):
         return optimizer._common_apply(grads, trainable_variables)
 
 

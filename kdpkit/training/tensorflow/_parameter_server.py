@@ -1,12 +1,9 @@
 """The steps of `TrainingLoop` under parameter servers: asynchronous, and counted exactly.
 
-The chief hands batches to whichever worker is free. A worker reads the weights from the parameter
-servers, computes, and updates them there, without waiting for the others. All that is a count or a
-sum (loss, metrics, examples) it returns instead: the chief adds up what finished steps returned,
-once each, also where a worker was lost and another did its step.
-
-Left out: several devices of a worker, whose step is that of one; XLA; optimizers that decide from
-several updates; metrics whose variables are no sums over examples.
+The chief sends batches to whichever worker is free. A worker reads the weights from the parameter
+servers, computes, and updates them there, without waiting for the others. Loss and metrics are sums
+over examples, which a worker returns: the chief adds up the results of finished steps, once each,
+also where a worker was lost and another repeated its step.
 """
 
 import atexit
@@ -26,21 +23,12 @@ from kdpkit import errors
 from kdpkit._internal import checks, processes
 from kdpkit.strategies import _parameter_servers
 from kdpkit.training.tensorflow import _keras_internals, _patches
+from kdpkit.training.tensorflow._keras_internals import replaced
 from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._step import Step, running
-from kdpkit.training.tensorflow._tpu import TpuSteps
 
-_STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the user says it
-_WAITING = 4  # batches for each worker that the chief hands out ahead
-
-
-def steps_of(loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> TensorFlowSteps:
-    """Return what runs the steps of a loop under its strategy."""
-    of_model = loop.model.distribute_strategy if strategy is None else strategy
-    if isinstance(of_model, tf.distribute.ParameterServerStrategy):
-        return ParameterServerSteps(loop, strategy, jit)
-    is_tpu = isinstance(of_model, tf.distribute.TPUStrategy)
-    return (TpuSteps if is_tpu else TensorFlowSteps)(loop, strategy, jit)
+_STEPS_OF_A_WORKER = 16  # between two times at which all are waited for, unless the user sets it
+_BATCHES_AHEAD = 4  # that the chief sends to each worker; more would fill its memory
 
 
 class ParameterServerSteps(TensorFlowSteps):
@@ -52,34 +40,34 @@ class ParameterServerSteps(TensorFlowSteps):
             checks.fail(
                 "XLA compiles no step whose variables are in other processes.", jit_compile=jit
             )
-        self.mesh.num_parts, self._is_one = 1, True
-        self._workers = len(_parameter_servers.addresses(self.strategy, "worker"))
+        self._jit = False  # also where `compile` would choose XLA
+        self.mesh.num_parts, self._is_one_device = 1, True
+        self._num_workers = len(_parameter_servers.addresses(self.strategy, "worker"))
         if loop.steps_per_loop == 1:
-            loop.steps_per_loop = _STEPS_OF_A_WORKER * self._workers
+            loop.steps_per_loop = _STEPS_OF_A_WORKER * self._num_workers
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
-        _keras_internals.stop_without_waiting(self._coordinator)
+        _stop_without_waiting(self._coordinator)
         self._insist = functools.partial(_parameter_servers.insist, self.strategy)
-        _keras_internals.pass_calls_on_servers_through(self._insist)
-        function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        self._train = function(lambda batch: self._train_step(batch))
-        self._test = function(self._test_step)
-        self._predict = function(self._predict_step)
+        _keras_internals.repeat_calls_on_servers(self._insist)
+
+    def _repeated(self, step: Callable[[Any], Any]) -> Callable[..., Any]:
+        return tf.function(step, autograph=False, reduce_retracing=True)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report in one sentence that a parameter server is gone: a `ProcessLostError`."""
+        """Raise a `ProcessLostError` where a parameter server is gone."""
         tf.get_logger().addFilter(_shorten)
         try:
             with _patches.installed():
                 yield
         except tf.errors.OpError as error:
             lost = _parameter_servers.lost_servers(self.strategy)
-            unavailable = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
-            is_of_server = unavailable and "/job:ps" in str(error)
-            if not (lost or is_of_server or _parameter_servers.is_of_a_new_server(error)):
+            is_unavailable = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
+            is_of_server = is_unavailable and "/job:ps" in str(error)
+            if not (lost or is_of_server or _parameter_servers.is_server_replaced(error)):
                 raise
             processes.leave_without_waiting(errors.LEFT_ALONE)
-            atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
+            atexit.register(processes.leave)  # Otherwise TensorFlow waits for the lost server.
             raise errors.ProcessLostError(
                 f"A parameter server is gone ({', '.join(lost) or 'another came'}), and with it a "
                 f"part of the model. {processes.GO_ON}"
@@ -94,35 +82,29 @@ class ParameterServerSteps(TensorFlowSteps):
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         iterations = self.model.optimizer.iterations
         before = int(iterations.value)
-        done, logs = self._counted_steps(self._train, iterator, steps)
-        # A worker that was lost in an update may have taken a number without having been there.
+        done, logs = super().train(iterator, steps)
+        # A worker that was lost within an update may have taken a number and not applied it.
         if int(iterations.value) != before + done:
             iterations.assign(before + done)
         return done, logs
-
-    def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        return self._counted_steps(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
         outputs = [*self._results(self._predict, iterator, steps)]
         return len(outputs), outputs
 
-    def _counted_steps(self, function: Any, iterator: Any, steps: int) -> tuple[int, Any]:
+    def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run steps, and add what they counted to loss and metrics."""
-        done, sums = 0, None
-        for counts in self._results(function, iterator, steps):
-            done += 1
-            sums = counts if sums is None else [*map(np.add, sums, counts)]
-        for variable, count in zip(self._counters, sums or (), strict=bool(sums)):
-            variable.assign(variable.numpy() + count)
+        counts = [*self._results(function, iterator, steps)]
+        for variable, *of_steps in zip(self._counters, *counts, strict=True):
+            variable.assign(functools.reduce(np.add, of_steps, variable.numpy()))
         logs = keras.tree.map_structure(tf.convert_to_tensor, self._logs())  # some are variables
-        return done, logs
+        return len(counts), logs
 
     def _results(self, function: Any, batches: Iterable[Any], steps: int) -> Iterator[Any]:
-        """Hand out up to so many batches, and return the results in their order."""
-        waiting: collections.deque[Any] = collections.deque()  # or the chief would hold all data
+        """Send up to so many batches to the workers, and return the results in their order."""
+        waiting: collections.deque[_ScheduledStep] = collections.deque()
         for batch in itertools.islice(batches, steps):
-            if len(waiting) == _WAITING * self._workers:
+            if len(waiting) == _BATCHES_AHEAD * self._num_workers:
                 yield self._insist(waiting.popleft().result)
             waiting.append(_ScheduledStep(self._coordinator, function, batch))
             self._insist(waiting[-1].schedule)
@@ -135,20 +117,33 @@ class ParameterServerSteps(TensorFlowSteps):
         return [*self.model.metrics_variables, *(v for mean in self.means for v in mean.variables)]
 
     @contextlib.contextmanager
-    def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
-        """Trace a worker's step in this: that of one device, which is not known."""
-        step = Step(self.mesh, policy or self._policy, batch_norm=self.loop.batch_norm, jit=jit)
-        outside = _keras_internals.updated_outside_of_replicas(self.strategy)
+    def _traced(self, batch: Any, *, jit: bool = False) -> Iterator[Any]:
+        """Trace a worker's step: that of one device, which is not known."""
+        step = Step(self.mesh, self._policy, batch_norm=self.loop.batch_norm, jit=jit)
+        # Optimizers ask for this before they update variables outside of replicas.
+        outside = replaced(self.strategy.extended, "_use_merge_call", lambda: False)
         with self.scope(), outside, running(step):
             yield batch
 
     def _update(self, gradients: Any, factors: Any) -> None:
-        present = tf.nest.flatten(gradients, expand_composites=True)
-        with _keras_internals.numbered_update(self.model.optimizer, after=present):
+        """Apply an update under its own number: `n` updates have 0 to `n - 1`.
+
+        Keras reads `iterations` several times, and increments it in two operations at the end,
+        while other workers do so too. Here one operation reads and increments it.
+        """
+        # docs/upstream/keras_counts_updates_in_two_operations.md
+        iterations = self.model.optimizer.iterations
+        variable = iterations.value
+        with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
+            number = tf.raw_ops.ResourceCountUpTo(
+                resource=variable.handle, limit=variable.dtype.max, T=variable.dtype
+            )
+        keeps_number = replaced(iterations, "assign_add", lambda _: None)
+        with replaced(iterations, "_value", number), keeps_number:
             super()._update(gradients, factors)
 
     def _count(self, update: Callable[[], Any]) -> list[Any]:
-        """Return what an update adds: Keras reads, then assigns, and others may between."""
+        """Return what an update adds to the counters, which no worker assigns itself."""
         zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in self._counters]
         with keras.StatelessScope(state_mapping=zeros) as scope:
             update()
@@ -156,36 +151,51 @@ class ParameterServerSteps(TensorFlowSteps):
 
 
 class _ScheduledStep:
-    """A step that the coordinator is given, perhaps several times; its result counts once."""
+    """A step that the coordinator may have to repeat; its result counts once."""
 
     def __init__(self, coordinator: Any, function: Any, batch: Any) -> None:
         self._coordinator, self._call = coordinator, (function, (batch,))
-        self._given: Any = None
+        self._future: Any = None
 
     def schedule(self) -> None:
-        """Hand it out, which raises what went wrong with a step before."""
-        self._given = self._coordinator.schedule(*self._call)
+        """Send the step to a worker; this raises the error of an earlier step, if one failed."""
+        self._future = self._coordinator.schedule(*self._call)
 
     def result(self) -> Any:
-        """Wait for what it gives; where that fails, the next call hands it out again.
+        """Wait for the result; if this raises, the next call schedules the step again.
 
-        `fetch` fails where a worker is lost after the step: the coordinator has it made once more,
-        or drops it, as all others where one fails in a way that it cannot explain.
+        `fetch` fails where a worker is lost after the step. Then the coordinator repeats the step,
+        or drops all steps, if one of them failed for another reason.
         """
-        if self._given is None:
+        if self._future is None:
             self.schedule()
         with contextlib.suppress(tf.errors.OpError):
-            return self._given.fetch()
-        self._coordinator.join()  # raises what went wrong first, and forgets it
+            return self._future.fetch()
+        self._coordinator.join()  # raises the first error, and forgets it
         try:
-            return self._given.fetch()
+            return self._future.fetch()
         except tf.errors.OpError:
-            self._given = None
+            self._future = None
             raise
 
 
+def _stop_without_waiting(coordinator: Any) -> None:
+    """Let the program end while a worker is lost.
+
+    A coordinator ends when it gets a lock, which one of its threads, a daemon, holds while it waits
+    for the worker's return.
+    """
+    handler = coordinator._cluster.failure_handler
+
+    def stop() -> None:
+        handler._should_preemption_thread_run = False
+        handler._cluster_due_for_update_or_finish.set()
+
+    handler.stop = stop
+
+
 def _shorten(record: logging.LogRecord) -> bool:
-    """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway."""
+    """Shorten what TensorFlow logs of a lost worker to a line, and drop what is raised anyway."""
     if record.module == "cluster_coordinator":
         record.msg, record.args = record.getMessage().strip().partition("\n")[0], ()
     raised = ("processing closure", "cancelling closures", "CancelledError")
@@ -193,7 +203,7 @@ def _shorten(record: logging.LogRecord) -> bool:
 
 
 def _reject_waiting_for_others(optimizer: keras.optimizers.Optimizer) -> None:
-    """Reject what an optimizer decides from several updates, which here come in no order."""
+    """Reject an optimizer that decides from several updates, which come in no order here."""
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales or optimizer.gradient_accumulation_steps:
         checks.fail(

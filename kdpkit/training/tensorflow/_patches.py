@@ -1,8 +1,7 @@
 """What is replaced in Keras and TensorFlow while a model trains on replicas, in one table.
 
-Each wrapper calls what it wraps, unless its thread traces a step of an exact model: `_TABLE` says
-what it does otherwise there, and why. `installed` replaces all of it, and puts it back. A Keras or
-TensorFlow that lacks any of it is an error.
+A wrapper calls what it wraps, unless its thread traces a step of an exact model; `_TABLE` says what
+it does otherwise there, and why. `installed` replaces all of it, and restores it afterwards.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from tensorflow.python.framework import random_seed
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import (
     _batch_norm,
-    _division,
     _gradients,
     _keras_internals,
-    _losses,
+    _layer_calls,
+    _losses_and_metrics,
     _optimizers,
     _random,
 )
@@ -35,13 +34,7 @@ from kdpkit.training.tensorflow._step import current_part, current_step
 
 
 class Patch(NamedTuple):
-    """What is replaced while a model trains on replicas.
-
-    Args:
-        owner: A class or a module.
-        name: What it is called there.
-        wrapper: Is called with what was there, and with the arguments.
-    """
+    """An attribute of a class or module, and a function that gets the original and arguments."""
 
     owner: Any
     name: str
@@ -49,10 +42,10 @@ class Patch(NamedTuple):
 
 
 def _num_replicas(original: Callable, strategy: Any) -> Any:
-    """Return one for the code of a step, which runs once, on all examples.
+    """Return one in a step, which runs once, on all examples.
 
-    What divides by it there, in a user's step, in Keras' losses and regularizers and in
-    `tf.nn.compute_average_loss`, expects that what the replicas have is added up.
+    Code that divides by the number of replicas expects that their results are added up: a user's
+    step, Keras' losses and regularizers, `tf.nn.compute_average_loss`.
     """
     return original(strategy) if current_step() is None else 1
 
@@ -85,28 +78,28 @@ def _replica_context(original: Callable) -> Any:
 
 
 def _handle(original: Callable, variable: Any) -> Any:
-    """Return the first copy's handle, for which tapes have the gradient of a variable."""
+    """Return the first copy's handle, for which tapes record the gradient of a variable."""
     return variable.values[0].handle if _in_step_outside_update() else original(variable)
 
 
 def _read(original: Callable, variable: Any) -> Any:
-    """Read the first copy of a variable, which tapes follow, wherever it is read."""
+    """Read the first copy of a variable, which tapes watch, wherever it is read."""
     if not _in_step_outside_update():
         return original(variable)
-    _losses.count_once(variable)
+    _losses_and_metrics.count_once(variable)
     first = variable.values[0]
     return tf.identity(first) if isinstance(variable, MirroredVariable) else first
 
 
 def _aggregation(original: Callable, variable: Any) -> Any:
-    """Let a count that is added up over replicas be one for all, which a step counts once."""
+    """Let a step count once what TensorFlow adds up over the replicas."""
     if _in_step_outside_update():
-        _losses.count_once(variable)
+        _losses_and_metrics.count_once(variable)
     return original(variable)
 
 
 def _in_step_outside_update() -> bool:
-    """Return whether this thread traces a step, and is in no update of a variable."""
+    """Return whether this thread traces a step, and is not updating a variable."""
     return (
         current_step() is not None
         and tf.distribute.in_cross_replica_context()
@@ -123,7 +116,7 @@ def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _seed(original: Callable, op_seed: Any) -> Any:
-    """Let a step draw random numbers of TensorFlow's own where all processes draw the same."""
+    """Reject random numbers of TensorFlow's that would differ between the processes of a step."""
     step, seeds = current_step(), original(op_seed)
     if step is not None and step.mesh.num_processes > 1 and seeds[0] is None:
         checks.fail(
@@ -135,7 +128,7 @@ def _seed(original: Callable, op_seed: Any) -> Any:
 
 
 def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a `tf.function` compute in the graph of the step that calls it.
+    """Let a `tf.function` compute in the graph of the step that calls it.
 
     A gradient that crosses it would be a function of its own, all on one device.
     """
@@ -145,26 +138,25 @@ def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> An
     return _keras_internals.inlined(function)(*args, **kwargs)
 
 
-# Added, where TensorFlow has none, and for good: `int(optimizer.iterations)` in a callback or after
-# training, as on one device.
+# Added for good where TensorFlow has none: callbacks use `int(optimizer.iterations)`.
 for _name, _number in (("__float__", float), ("__int__", int)):
     if not hasattr(DistributedVariable, _name):
-        setattr(DistributedVariable, _name, lambda of, number=_number: number(of.read_value()))
+        setattr(DistributedVariable, _name, lambda v, number=_number: number(v.read_value()))
 
 
 _AVERAGING = ("compute_average_loss", "scale_regularization_loss")
 
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585.
 _TABLE = (
-    # Calls of layers, on parts of the examples.
-    Patch(keras.layers.Layer, "__call__", _division.call_layer),
+    # Layers, losses and metrics are called on parts of the examples.
+    Patch(keras.layers.Layer, "__call__", _layer_calls.call_layer),
     Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
-    Patch(LossFunctionWrapper, "call", _losses.call_loss),
-    Patch(keras.metrics.MeanMetricWrapper, "update_state", _losses.update_metric),
-    # Random numbers of parts by the examples' positions: keras_draws_the_same_on_replicas.md
+    Patch(LossFunctionWrapper, "call", _losses_and_metrics.call_loss),
+    Patch(keras.metrics.MeanMetricWrapper, "update_state", _losses_and_metrics.update_metric),
+    # Random numbers of parts depend on the examples' positions: keras_draws_the_same_on_replicas.md
     *(Patch(keras_random, name, wrapper) for name, wrapper in _random.wrappers().items()),
     Patch(random_seed, "get_seed", _seed),
-    # The cross-replica context, as the one replica that a step is on one device.
+    # The cross-replica context is like the only replica that a step has on one device.
     Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
     Patch(tf.distribute, "get_replica_context", _replica_context),
     *(Patch(tf.nn, name, _on_one_device) for name in _AVERAGING),
@@ -183,16 +175,13 @@ _users = 0
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Replace what is in the table, until the last one that asked for it has left.
-
-    Raises:
-        ValueError: This Keras or TensorFlow does not have what is replaced.
-    """
+    """Replace what is in the table, until the last user has left."""
     global _users
     with _lock:
         if _users == 0:
             with contextlib.ExitStack() as stack:
-                _replace(stack)
+                for patch in _TABLE:
+                    stack.enter_context(_applied(patch))
                 _replaced.push(stack.pop_all())
         _users += 1
     try:
@@ -204,17 +193,14 @@ def installed() -> Iterator[None]:
                 _replaced.close()
 
 
-def _replace(stack: contextlib.ExitStack) -> None:
-    for owner, name, wrapper in _TABLE:
-        original = inspect.getattr_static(owner, name, None)
-        function = original.fget if isinstance(original, property) else original
-        wrapped: Any = _wrap(function, wrapper)
-        wrapped = property(wrapped) if function is not original else wrapped
-        stack.enter_context(_keras_internals.replaced(owner, name, wrapped))
+def _applied(patch: Patch) -> contextlib.AbstractContextManager[None]:
+    original = inspect.getattr_static(patch.owner, patch.name, None)
+    is_property = isinstance(original, property)
+    function: Any = original.fget if isinstance(original, property) else original
 
-
-def _wrap(original: Any, wrapper: Callable) -> Callable:
+    @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        return patch.wrapper(function, *args, **kwargs)
 
-    return functools.wraps(original)(wrapped)
+    replacement = property(wrapped) if is_property else wrapped
+    return _keras_internals.replaced(patch.owner, patch.name, replacement)

@@ -7,37 +7,35 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import compute_output_spec
-from kdpkit.training.tensorflow import _distribution
+from kdpkit.training.tensorflow import _global_batches
 
 
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:
-    """Return Keras' placeholders; of ragged parts the specification, for Keras has none of these.
+    """Return Keras' placeholders; of ragged tensors, for which Keras has none, the specification.
 
-    Args:
-        spec: What specifies the dataset's element, perhaps a `Read`.
-        num_examples: Stands in for an unknown number of dense examples.
+    An unknown number of dense examples becomes the given one.
     """
 
     def placeholder(spec: tf.TypeSpec) -> Any:
         spec = getattr(spec, "_value_specs", (spec,))[0]
         if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
             return None
-        if isinstance(spec, tf.RaggedTensorSpec):
+        if is_ragged(spec):
             return spec
         is_sparse, shape = isinstance(spec, tf.SparseTensorSpec), spec.shape
         if shape.rank and not is_sparse:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    examples = spec.batch if isinstance(spec, _distribution.Read) else spec
-    return tf.nest.map_structure(placeholder, examples)
+    batch = spec.batch if isinstance(spec, _global_batches.Read) else spec
+    return tf.nest.map_structure(placeholder, batch)
 
 
 def trace(function: Callable, *args: Any) -> Any:
     """Call a function with placeholders, and return those of its results."""
 
     def call(*args: Any) -> Any:
-        return function(*keras.tree.map_structure(_of_ragged, args))
+        return function(*keras.tree.map_structure(_ragged_tensor, args))
 
     return compute_output_spec(call, *args)
 
@@ -53,12 +51,12 @@ def build_for_ragged(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> 
     trace(call, x, y, sample_weight)
 
 
-def is_ragged(part: Any) -> bool:
-    return isinstance(part, tf.RaggedTensorSpec)
+def is_ragged(spec: Any) -> bool:
+    return isinstance(spec, tf.RaggedTensorSpec)
 
 
-def _of_ragged(part: Any) -> Any:
-    if not is_ragged(part):
-        return part
-    rank = part.ragged_rank
-    return tf.compat.v1.ragged.placeholder(part.dtype, rank, part.shape[rank + 1 :])
+def _ragged_tensor(leaf: Any) -> Any:
+    if not is_ragged(leaf):
+        return leaf
+    rank = leaf.ragged_rank
+    return tf.compat.v1.ragged.placeholder(leaf.dtype, rank, leaf.shape[rank + 1 :])

@@ -1,4 +1,4 @@
-"""Which layers are divided: those of libraries, and those that keep the law when it is tried."""
+"""Which layers are divided: those of libraries, and those whose trial shows that they may be."""
 
 import contextlib
 import inspect
@@ -8,10 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask
-from kdpkit.training.tensorflow import _law
 from kdpkit.training.tensorflow._keras_internals import global_state
-from kdpkit.training.tensorflow._libraries import (
+from kdpkit.training.tensorflow._layer_trial import Finding, Verdict, try_layer
+from kdpkit.training.tensorflow._library_layers import (
     has_too_few_axes,
     is_composed,
     is_library,
@@ -19,15 +20,11 @@ from kdpkit.training.tensorflow._libraries import (
     is_written_by_libraries,
     layers_of,
 )
+from kdpkit.training.tensorflow._step import Step
 
 
 class Policy:
-    """Decides whether the call of a layer is divided.
-
-    Args:
-        divided: Layers that the user declares as divided.
-        undivided: Layers that the user declares as undivided.
-    """
+    """Decides whether the call of a layer is divided; users declare some as divided, or not."""
 
     def __init__(
         self,
@@ -36,81 +33,94 @@ class Policy:
     ) -> None:
         declared = {id(layer): True for layer in divided}
         self._declared = declared | {id(layer): False for layer in undivided}
-        self._tried: dict[Any, tuple[Any, _law.Finding]] = {}
+        self._findings: dict[Any, tuple[Any, Finding]] = {}
 
-    def __call__(
-        self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
-    ) -> bool:
-        """Return whether devices compute their parts of what a layer is called on.
+    def divides(self, step: Step, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether each device computes its part of a call; for XLA a model may be one layer.
 
-        Args:
-            layer: The layer.
-            args: What it is called on.
-            kwargs: What it is called on by name.
-            as_one: Whether a model of libraries' layers is divided as one, for XLA to compile it.
+        Raises:
+            ValueError: The layer compares the examples of a micro-batch.
         """
+        if step.micro_batch is not None and not is_composed(layer):
+            self._reject_mixing_layer(layer, args, kwargs)
+        if step.mesh.num_parts == 1:
+            return False
         if id(layer) in self._declared:
             return self._declared[id(layer)]
         if _has_statistics_inside(layer) or _keeps_masks(layer):
-            return False  # its layers are asked
+            return False  # The layers in it may be divided.
         if is_composed(layer):
-            return as_one and is_of_a_library(layer)
+            return step.jit and is_of_a_library(layer)
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
-        return self.finding(layer, args, kwargs).verdict is _law.Verdict.KEPT
+        return self.finding(layer, args, kwargs).verdict is Verdict.KEPT
 
-    def finding(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> _law.Finding:
-        """Return whether a layer computes each example by itself, tried once for a kind."""
-        kwargs = _with_mode(layer, args, kwargs)
+    def finding(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
+        """Return whether a layer computes each example by itself, tried once for each kind."""
+        # The trial is outside of the call around, which would pass `training`, for example.
+        call_context = global_state.get_global_attribute("current_call_ctx")
+        passed = inspect.signature(layer.call).bind_partial(*args).arguments
+        names = [name for name in layer._call_context_args if name not in passed]
+        values = {name: getattr(call_context, name, None) for name in names}
+        kwargs = {name: value for name, value in values.items() if value is not None} | kwargs
         key = _identity(layer), _signature(layer, args, kwargs)
-        if key not in self._tried:
-            self._tried[key] = layer, _law.try_layer(layer, args, kwargs)
-        return self._tried[key][1]
+        if key not in self._findings:
+            # The layer is stored because its id must not be another layer's later.
+            self._findings[key] = layer, try_layer(layer, args, kwargs)
+        return self._findings[key][1]
+
+    def _reject_mixing_layer(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+        if not is_of_a_library(layer):
+            reject_mixing(f"layer `{layer.name}`", self.finding(layer, args, kwargs))
+        elif has_too_few_axes(layer, args, kwargs):
+            finding = Finding(Verdict.MIXES, "takes the examples of a batch for parts of one")
+            reject_mixing(f"layer `{layer.name}`", finding)
 
     def forget(self) -> None:
-        """Try layers again: their attributes may have changed."""
-        self._tried.clear()
+        """Try layers again, because their attributes may have changed."""
+        self._findings.clear()
+
+
+def reject_mixing(name: str, finding: Finding) -> None:
+    """Reject what surely compares examples; what cannot be tried is accepted."""
+    if finding.verdict is Verdict.MIXES:
+        checks.fail(
+            f"The {name} {finding.reason}, and a micro-batch has some of the examples alone.",
+            remedy="Train with `accumulation=1`.",
+        )
 
 
 def _identity(layer: keras.layers.Layer) -> Any:
-    """Return what stands for a layer: a library's that are configured alike do the same.
+    """Return what identifies a layer: of a library's its config, because equal ones do the same.
 
-    A function of the user's is only a name there, which others may have.
+    A function of the user's is only a name in a config, which other functions may have.
     """
     if is_written_by_libraries(layer):
-        with contextlib.suppress(Exception):  # those of Llama and Swin fail: each is tried then
+        with contextlib.suppress(Exception):  # The configs of Llama and Swin fail.
             return type(layer), str({**layer.get_config(), "name": None})
     return id(layer)
-
-
-def _with_mode(layer: keras.layers.Layer, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Add what a layer has of the call around it, `training` say: it is tried outside of that."""
-    context = global_state.get_global_attribute("current_call_ctx")
-    given = inspect.signature(layer.call).bind_partial(*args).arguments
-    names = [name for name in layer._call_context_args if name not in given]
-    mode = {name: getattr(context, name, None) for name in names}
-    return {name: value for name, value in mode.items() if value is not None} | kwargs
 
 
 def _signature(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str:
     """Return what a layer's code may depend on: shapes, types and other arguments.
 
-    A library's does the same for any sizes: a head is called on many levels of a pyramid.
+    A library's layer does the same for any sizes, as a head that is called on many levels of a
+    pyramid.
     """
     is_of_any_size = is_written_by_libraries(layer)
 
-    def of(leaf: Any) -> str:
+    def described(leaf: Any) -> str:
         if not tf.is_tensor(leaf):
             return str(leaf)
-        known, rank = tf.get_static_value(leaf), leaf.shape.rank
+        value, rank = tf.get_static_value(leaf), leaf.shape.rank
         shape = f"{leaf.shape[:1]} {rank}" if is_of_any_size and rank else leaf.shape
-        return f"{shape} {leaf.dtype} {get_keras_mask(leaf) is None} {known}"
+        return f"{shape} {leaf.dtype} {get_keras_mask(leaf) is None} {value}"
 
-    return str(tf.nest.map_structure(of, (args, kwargs)))
+    return str(tf.nest.map_structure(described, (args, kwargs)))
 
 
 def is_batch_norm(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer is Keras' BatchNormalization, or does what that does."""
+    """Return whether a layer is Keras' BatchNormalization, or computes the same."""
     return isinstance(layer, keras.layers.BatchNormalization) and all(
         is_library(getattr(type(layer), name).__module__) for name in ("call", "_moments")
     )
@@ -124,10 +134,8 @@ def _keeps_masks(layer: keras.layers.Layer) -> bool:
 def _has_statistics_inside(layer: keras.layers.Layer) -> bool:
     """Return whether a layer's layers need the examples of all parts, or add to the loss."""
     return any(
-        part is not layer
-        and (
-            isinstance(part, keras.layers.BatchNormalization)
-            or getattr(part, "activity_regularizer", None) is not None
-        )
+        isinstance(part, keras.layers.BatchNormalization)
+        or getattr(part, "activity_regularizer", None) is not None
         for part in layers_of(layer)
+        if part is not layer
     )

@@ -2,8 +2,8 @@
 
 Keras' random functions on TensorFlow draw from a counter, Philox' (Salmon et al. 2011): four
 numbers for each value of it, two of float64. So the numbers of examples in the middle of a batch
-are drawn by starting at their position, at no more cost. What rejects numbers or counts otherwise
-is drawn for the global batch, and sliced.
+are drawn by starting at their position, at no additional cost. A function that rejects numbers, or
+counts otherwise, draws for the global batch, and the result is sliced.
 """
 
 import functools
@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import (
     KERAS_RANDOM,
     global_state,
-    outside_of_scopes,
+    outside_of_stateless_scopes,
     seed_generator,
 )
 from kdpkit.training.tensorflow._step import Part, current_random_part
@@ -29,13 +29,7 @@ _UNIFORM, _NORMAL = tf.raw_ops.StatelessRandomUniformV2, tf.raw_ops.StatelessRan
 
 
 class Entries(NamedTuple):
-    """Which of a tensor's entries along its first axis, on one device, a device has.
-
-    Args:
-        start: The first of them.
-        count: How many.
-        total: How many there are on one device.
-    """
+    """A device's entries of a tensor along its first axis, of which one device has `total`."""
 
     start: tf.Tensor
     count: Any
@@ -43,7 +37,7 @@ class Entries(NamedTuple):
 
 
 def wrappers() -> dict[str, Callable]:
-    """Return what is called for random functions of Keras, by name."""
+    """Return the replacements of Keras' random functions, by their names."""
     return {
         "uniform": functools.partial(_drawn_in_part, _UNIFORM, ("minval", "maxval")),
         "normal": functools.partial(_drawn_in_part, _NORMAL, ("mean", "stddev")),
@@ -54,19 +48,19 @@ def wrappers() -> dict[str, Callable]:
 
 
 def _drawn_in_part(
-    op: Any, limits: tuple[str, str], original: Callable, *args: Any, **kwargs: Any
+    op: Any, names: tuple[str, str], original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Draw uniform numbers between two limits, or normal ones of a mean and a deviation."""
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    shape, dtype, seed = (given.arguments[name] for name in ("shape", "dtype", "seed"))
-    dims, entries = _located(shape, seed)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    dims, entries = _located(arguments["shape"], arguments["seed"])
     if entries is None:
         return original(*args, **kwargs)
-    dtype = tf.as_dtype(dtype or keras.config.floatx())
-    low, high = (tf.cast(given.arguments[name], dtype) for name in limits)
-    size = high - low if op is _UNIFORM else high
-    return _numbers(op, dims, entries, dtype, _cast(seed)) * size + low
+    dtype = tf.as_dtype(arguments["dtype"] or keras.config.floatx())
+    low, high = (tf.cast(arguments[name], dtype) for name in names)
+    scale = high - low if op is _UNIFORM else high
+    return _numbers(op, dims, entries, dtype, _cast(arguments["seed"])) * scale + low
 
 
 def _dropout(
@@ -75,15 +69,16 @@ def _dropout(
     if rate in (0.0, 1.0):
         return original(inputs, rate, noise_shape, seed)
     inputs = tf.convert_to_tensor(inputs)
-    own = _dims(inputs)
-    noise = own if noise_shape is None else noise_shape
-    noise = [mine if wanted is None else wanted for wanted, mine in zip(noise, own, strict=True)]
+    noise = input_dims = _dims(inputs)
+    if noise_shape is not None:
+        pairs = zip(noise_shape, input_dims, strict=True)
+        noise = [default if size is None else size for size, default in pairs]
     dims, entries = _located(noise, seed)
     if entries is None:
         return original(inputs, rate, noise_shape, seed)
     seed = _cast(seed)
 
-    def sample(shape: Any, dtype: tf.DType) -> Any:  # noqa: ARG001  # it is `noise`
+    def sample(shape: Any, dtype: tf.DType) -> Any:  # noqa: ARG001 the shape is `noise`
         return _numbers(_UNIFORM, dims, entries, dtype, seed)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, noise_shape=tf.stack(noise))
@@ -102,21 +97,22 @@ def _categorical(
 
 def _drawn_globally(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Draw what one device draws, with the parameters of this device's examples, and slice it."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    dims, entries = _located(given["shape"], given.get("seed"))
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    dims, entries = _located(arguments["shape"], arguments.get("seed"))
     if entries is None:
         return original(*args, **kwargs)
-    given = {name: _spread(value, dims, entries) for name, value in given.items()}
-    return _sliced(original(**given | {"shape": tf.stack([entries.total, *dims[1:]])}), entries)
+    arguments = {name: _spread(value, dims, entries) for name, value in arguments.items()}
+    arguments["shape"] = tf.stack([entries.total, *dims[1:]])
+    return _sliced(original(**arguments), entries)
 
 
 def _located(shape: Any, seed: Any) -> tuple[list[Any], Entries | None]:
-    """Return a shape's dimensions, and which entries they are; None if of no example."""
+    """Return a shape's dimensions, and its entries in the batch's; None without examples."""
     part = current_random_part()
     if part is None:
         return [], None
     if seed is None:
-        _have_global_seeds(part)
+        _make_global_seeds(part)
     dims = _dims_of_shape(shape)
     entries = _entries(part, dims[0]) if dims else None
     part.drew_for_all |= entries is None
@@ -124,30 +120,33 @@ def _located(shape: Any, seed: Any) -> tuple[list[Any], Entries | None]:
 
 
 def _entries(part: Part, count: Any) -> Entries | None:
-    """Return whether the first axis is that of the examples, or several entries for each."""
+    """Return the entries, if the first axis has one or several for each example of a part."""
     # The number of examples is not known while a step is traced, unless there is one device.
-    if not (_may_count_examples(count) if tf.is_tensor(count) else part.is_all):
+    if not tf.is_tensor(count):
+        if part.num_examples is not part.num_global_examples:
+            return None
+    elif not _may_count_examples(count):
         return None
     count = tf.cast(count, tf.int32)
-    of_each = tf.maximum(count // tf.maximum(part.num_examples, 1), 1)
-    fits = (of_each * part.num_examples == count) | (part.num_examples == 0)
+    per_example = tf.maximum(count // tf.maximum(part.num_examples, 1), 1)
+    fits = (per_example * part.num_examples == count) | (part.num_examples == 0)
     return Entries(
-        start=tf.where(fits, part.start * of_each, 0),
+        start=tf.where(fits, part.start * per_example, 0),
         count=count,
-        total=tf.where(fits, part.num_global_examples * of_each, count),
+        total=tf.where(fits, part.num_global_examples * per_example, count),
     )
 
 
-_OF_ONE_NUMBER = (
+_OF_ONE_NUMBER = {
     *("Cast", "Identity", "Reshape", "Squeeze"),
     *("AddV2", "Sub", "Mul", "FloorDiv", "Maximum", "Minimum"),
-)
+}
 
 
 def _may_count_examples(dimension: Any) -> bool:
-    """Recognize a dimension that some tensor has along another axis than its first."""
+    """Recognize a dimension that is the length of a tensor's axis, but not of its first."""
     op = dimension.op
-    while op.type in _OF_ONE_NUMBER:  # also its sum with a constant, say
+    while op.type in _OF_ONE_NUMBER:  # also a sum with a constant, for example
         unknown = [number for number in op.inputs if tf.get_static_value(number) is None]
         if len(unknown) != 1:
             return True
@@ -159,37 +158,34 @@ def _may_count_examples(dimension: Any) -> bool:
 
 
 def _numbers(op: Any, dims: list[Any], entries: Entries, dtype: tf.DType, seed: Any) -> Any:
-    """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
+    """Draw the numbers of some entries of the first axis, bit by bit as one device draws them."""
     shape = tf.stack(dims)
-    of_each = functools.reduce(
-        lambda a, b: a * tf.cast(b, tf.int64), dims[1:], tf.constant(1, tf.int64)
-    )
-    first = tf.cast(entries.start, tf.int64) * of_each
-    in_a_block = 2 if dtype == tf.float64 else 4
+    per_entry = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
+    first = tf.cast(entries.start, tf.int64) * per_entry
+    block = 2 if dtype == tf.float64 else 4
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    counter += tf.cast(tf.stack([first // in_a_block, 0]), tf.uint64)
+    counter += tf.cast(tf.stack([first // block, 0]), tf.uint64)
     draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
-    # In one dimension: XLA draws several in another order, and needs a size known from the shape.
+    # XLA draws several axes in another order, and needs a size that is known from the shape.
     count = tf.reduce_prod(tf.cast(shape, tf.int64))
-    if any(isinstance(size, int) and size % in_a_block == 0 for size in dims[1:]):
-        return tf.reshape(draw(shape=[count]), shape)  # every example begins with a block
-    drawn = draw(shape=[count + in_a_block - 1])
-    return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
+    if any(isinstance(size, int) and size % block == 0 for size in dims[1:]):
+        return tf.reshape(draw(shape=[count]), shape)  # Each example begins with a block.
+    drawn = draw(shape=[count + block - 1])
+    return tf.reshape(tf.slice(drawn, [first % block], [count]), shape)
 
 
 def _sliced(drawn: tf.Tensor, entries: Entries) -> Any:
     begin = tf.concat([[entries.start], tf.zeros(tf.rank(drawn) - 1, tf.int32)], 0)
-    size = tf.concat([[entries.count], tf.shape(drawn)[1:]], 0)
-    return tf.slice(drawn, begin, size)
+    return tf.slice(drawn, begin, tf.concat([[entries.count], tf.shape(drawn)[1:]], 0))
 
 
 def _spread(value: Any, dims: list[Any], entries: Entries) -> Any:
-    """Put a parameter that has an entry for each example where one device has them."""
+    """Put a parameter that has an entry for each example at the position that one device has."""
     if not tf.is_tensor(value) or value.shape.rank != len(dims) or value.shape[0] == 1:
         return value
     missing = entries.total - entries.start - entries.count
-    around = [[entries.start, missing]] + [[0, 0]] * (len(dims) - 1)
-    return tf.pad(value, around, constant_values=tf.ones((), value.dtype))
+    paddings = [[entries.start, missing]] + [[0, 0]] * (len(dims) - 1)
+    return tf.pad(value, paddings, constant_values=tf.ones((), value.dtype))
 
 
 def _dims_of_shape(shape: Any) -> list[Any]:
@@ -216,8 +212,8 @@ def _cast(seed: Any) -> Any:
     return KERAS_RANDOM._cast_seed(seed_generator.draw_seed(seed))
 
 
-def _have_global_seeds(part: Part) -> None:
+def _make_global_seeds(part: Part) -> None:
     """Make Keras' global seeds if there are none yet, as on one device, but outside of the part."""
     if global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is None:
-        with outside_of_scopes(), tf.init_scope(), part.step.mesh.strategy.scope():
+        with outside_of_stateless_scopes(), tf.init_scope(), part.step.mesh.strategy.scope():
             seed_generator.global_seed_generator()

@@ -1,7 +1,7 @@
-"""The step that is traced now, and the device whose part of the examples a layer computes now.
+"""The step that is being traced, and the part of its examples that a layer is being called on.
 
-A step runs once, in the cross-replica context, and does what it does on one device. Only calls of
-layers are repeated, once on each device, each on its part of the examples (`_division`).
+A step runs once, in the cross-replica context, as on one device. Only calls of layers are repeated,
+once for each device, each on its part of the examples (`_layer_calls`).
 """
 
 import contextlib
@@ -19,17 +19,13 @@ from kdpkit.training.tensorflow._split import Split
 
 
 class Mesh:
-    """The devices that share the examples of a batch.
-
-    Args:
-        strategy: The strategy whose replicas they are.
-    """
+    """The devices that share the examples of a batch: the replicas of a strategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self.strategy = strategy
         try:
             self.devices = tuple(strategy.extended.worker_devices)  # of this process
-        except RuntimeError:  # that there is without a strategy
+        except RuntimeError:  # TensorFlow's default strategy, which is that of one device
             self.devices = ("",)
         self.num_parts = strategy.num_replicas_in_sync
         self.num_processes = self.num_parts // len(self.devices)
@@ -38,28 +34,23 @@ class Mesh:
 
     @property
     def home(self) -> str:
-        """The device that has what is not divided."""
+        """The device of everything that is not divided."""
         return self.devices[0]
 
 
 class MicroBatch(NamedTuple):
-    """Some examples of a batch, of which a step computes so many at a time.
-
-    Args:
-        start: Where in the batch they begin.
-        num_examples: How many they are.
-        of_batch: How many are in the batch.
-    """
+    """Some examples of a batch: where they start in it, and how many there are of each."""
 
     start: Any
     num_examples: Any
-    of_batch: Any
+    num_global_examples: Any
 
-    def position(self, total: Any) -> tuple[Any, Any]:
-        """Return where so many entries of these begin in the batch's, and how many it has."""
-        each = total // tf.maximum(self.num_examples, 1)
-        fits = each * self.num_examples == total
-        return tf.where(fits, each * self.start, 0), tf.where(fits, each * self.of_batch, total)
+    def position(self, num_entries: Any) -> tuple[Any, Any]:
+        """Return where as many entries start in the batch's, and how many entries the batch has."""
+        per_example = num_entries // tf.maximum(self.num_examples, 1)
+        fits = per_example * self.num_examples == num_entries
+        start, total = self.start * per_example, self.num_global_examples * per_example
+        return tf.where(fits, start, 0), tf.where(fits, total, num_entries)
 
 
 class Step:
@@ -67,7 +58,7 @@ class Step:
 
     Args:
         mesh: The devices.
-        policy: Decides whether the call of a layer is divided.
+        policy: Decides which layers are divided.
         batch_norm: Whether statistics are of the "global" batch or of a "replica".
         jit: Whether XLA compiles what each device computes.
     """
@@ -75,13 +66,12 @@ class Step:
     def __init__(self, mesh: Mesh, policy: Any, *, batch_norm: str, jit: bool = False) -> None:
         self.mesh, self.policy = mesh, policy
         self.batch_norm, self.jit = batch_norm, jit
-        self.parts: dict[Any, Any] = {}  # of tensors that were put together, by `key`
-        self.on_host: set[Any] = set()  # tensors of the batch
+        self.parts: dict[Any, Any] = {}  # of tensors that were joined, by `key`
+        self.batch_keys: set[Any] = set()  # of the tensors of the batch, which are on the host
         self.checks: list[tf.Operation] = []  # that end the step before it updates anything
         self.micro_batch: MicroBatch | None = None
-        self.random_part: Part | None = (
-            None  # whose examples numbers are drawn for outside of layers
-        )
+        # For random numbers that are drawn outside of divided layers.
+        self.random_part: Part | None = None
         self._graph, self._num_channels = graph(), 0
 
     def channel(self) -> Channel:
@@ -89,12 +79,12 @@ class Step:
         self._num_channels += 1
         return Channel(NUMBERS * self._num_channels)
 
-    def is_here(self) -> bool:
-        """Return whether the step is traced here, and not in a condition or a loop inside of it."""
+    def is_traced_here(self) -> bool:
+        """Return whether the current graph is the step's, and not a condition's or a loop's."""
         return self._graph is graph()
 
-    def asks_policy(self) -> bool:
-        """Return whether the policy decides about layers.
+    def may_divide(self) -> bool:
+        """Return whether the policy is asked about layers.
 
         On one device it only rejects layers that compare the examples of micro-batches.
         """
@@ -105,10 +95,10 @@ class Step:
         return not in_xla_context(graph())
 
     @contextlib.contextmanager
-    def at(self, start: Any, num_examples: Any, of_batch: Any) -> Iterator[None]:
+    def drawing_at(self, start: Any, num_examples: Any, num_global_examples: Any) -> Iterator[None]:
         """Draw random numbers for the step's examples by their position in a batch."""
-        if of_batch is not num_examples:
-            self.micro_batch = MicroBatch(start, num_examples, of_batch)
+        if num_global_examples is not num_examples:
+            self.micro_batch = MicroBatch(start, num_examples, num_global_examples)
         self.random_part = Part(self, 0, Split(num_examples, [0], [num_examples], [num_examples]))
         try:
             yield
@@ -118,35 +108,35 @@ class Step:
 
 @dataclasses.dataclass
 class Part:
-    """One device's part of the examples that a layer is called on.
+    """The examples of one device, on which a layer is called.
 
     Args:
-        step: The step.
+        step: The step; None while a layer is only tried.
         index: The number of the device among those of this process.
         split: Which examples each device has.
+        moments: Of the global batch, for a BatchNormalization.
+        drew_for_all: Whether numbers were drawn that the examples share.
     """
 
     step: Any
     index: int
     split: Split
-    moments: Any = None  # of the global batch, for a BatchNormalization
-    drew_for_all: bool = False  # numbers that the examples share
+    moments: Any = None
+    drew_for_all: bool = False
 
     def __post_init__(self) -> None:
-        split, micro_batch = self.split, self.step and self.step.micro_batch
-        self.num_examples, self.num_global_examples = split.counts[self.index], split.total
-        self.start = split.starts[self.index]
-        if micro_batch:
-            offset, self.num_global_examples = micro_batch.position(split.total)
+        self.num_examples, self.num_global_examples = (
+            self.split.counts[self.index],
+            self.split.total,
+        )
+        self.start = self.split.starts[self.index]
+        if self.step and self.step.micro_batch:
+            offset, self.num_global_examples = self.step.micro_batch.position(self.split.total)
             self.start += offset
 
     @property
     def device(self) -> str:
         return self.step.mesh.devices[self.index]
-
-    @property
-    def is_all(self) -> bool:
-        return self.num_examples is self.num_global_examples
 
 
 _running = threading.local()
@@ -158,29 +148,29 @@ def current_step() -> Step | None:
 
 
 def current_part() -> Any:
-    """Return the part whose layer this thread calls, if it is inside of such a call."""
+    """Return the part on which this thread calls a layer, if it is inside of such a call."""
     return getattr(_running, "part", None)
 
 
 def current_random_part() -> Any:
-    """Return the part for whose examples numbers are drawn now; None if a step draws for all."""
+    """Return the part for whose examples numbers are drawn; None if they are drawn for all."""
     step = current_step()
     return current_part() or (step and step.random_part)
 
 
 @contextlib.contextmanager
-def running(step: Any, part: Any = None) -> Iterator[Any]:
+def running(step: Any, part: Any = None) -> Iterator[None]:
     """Make a step, and perhaps a part of its examples, this thread's current ones."""
     before = current_step(), current_part()
     _running.step, _running.part = step, part
     try:
-        yield step if part is None else part
+        yield
     finally:
         _running.step, _running.part = before
 
 
 def key(tensor: Any) -> Any:
-    """Return what stands for a tensor of a graph."""
+    """Return what identifies a tensor of a graph."""
     return id(tensor.graph), tensor.op.name, tensor.value_index
 
 

@@ -1,13 +1,14 @@
 """The steps of `TrainingLoop` under `TPUStrategy`: each replica runs a step on its examples.
 
-Nobody can choose a device for an operation there: XLA compiles the step of a replica as a whole. So
-the step cannot be on the global batch, as it is elsewhere. A replica's losses are divided by the
-examples of all, its gradients are added up before the optimizer clips and applies them, and metrics
-count the examples of all.
+XLA compiles the step of a replica as one, and no operation can be put on a device. So the step
+cannot be on the global batch, as under other strategies. A replica's losses are divided by the
+number of all examples, its gradients are added up before the optimizer clips and applies them, and
+metrics count the examples of all replicas.
 
-Left out, because a replica sees its own examples alone: a loss, a metric or a layer that compares
-examples, batch statistics of all of them (there is a warning), random numbers as one device draws
-them, and micro-batches. No TPU was available: this is tested with CPUs in place of its cores.
+Not supported, because a replica has only its own examples: a loss, a metric or a layer that
+compares examples, batch statistics of all of them (there is a warning), random numbers as one
+device draws them, and micro-batches. No TPU was available: this is tested with CPUs in place of its
+cores.
 """
 
 import functools
@@ -19,16 +20,16 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit.training._objective import Sums
 from kdpkit.training._remat import rematerialised
-from kdpkit.training.tensorflow import _batch_norm, _distribution, _keras_internals
+from kdpkit.training.tensorflow import _batch_norm, _global_batches, _keras_internals
 from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._loop_gradients import combined, forward, forward_and_backward
 from kdpkit.training.tensorflow._remat import checkpointed
 
 
 class TpuSteps(TensorFlowSteps):
-    """Runs the steps of a loop on each replica, which the strategy compiles whatever `jit` says."""
+    """Runs the steps of a loop on each replica, which the strategy compiles whatever `jit` is."""
 
-    counts_once = False  # replicas count their examples, and are added up
+    counts_once = False  # Replicas count their examples, and TensorFlow adds them up.
 
     def __init__(self, loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> None:
         del jit
@@ -50,9 +51,11 @@ class TpuSteps(TensorFlowSteps):
 
     def _train_step(self, batch: Any, *, jit: bool = False) -> None:
         del jit
-        optimizer = self.model.optimizer  # is given sums of gradients, which it may clip
-        summed = _keras_internals.replaced(optimizer, "_all_reduce_sum_gradients", lambda of: of)
-        with summed, rematerialised(self.loop, checkpointed):
+        # The optimizer gets sums of gradients already, because it may clip them.
+        is_summed = _keras_internals.replaced(
+            self.model.optimizer, "_all_reduce_sum_gradients", lambda gradients: gradients
+        )
+        with is_summed, rematerialised(self.loop, checkpointed):
             self.strategy.run(self._train_replica, args=(batch,))
 
     def _test_step(self, batch: Any) -> None:
@@ -69,30 +72,31 @@ class TpuSteps(TensorFlowSteps):
         counts = _counts(batch)
         sums, predictions, _ = forward_and_backward(self.loop, batch, counts)
         self._update_metrics(batch, predictions)
-        own = combined(sums.gradients, self._update_losses_of(counts, sums))
-        self._update([dict(zip(own, _sums([*own.values()]), strict=True))], [])
+        gradients = combined(sums.gradients, self._update_losses_of_replica(counts, sums))
+        self._update([dict(zip(gradients, _sums([*gradients.values()]), strict=True))], [])
 
     def _test_replica(self, batch: Any) -> None:
         counts = _counts(batch)
         sums, predictions = forward(self.loop, batch, counts, training=False)
         self._update_metrics(batch, predictions)
-        self._update_losses_of(counts, sums)
+        self._update_losses_of_replica(counts, sums)
 
-    def _update_losses_of(self, counts: tuple[Any, Any], sums: Sums) -> list[Any]:
+    def _update_losses_of_replica(self, counts: tuple[Any, Any], sums: Sums) -> list[Any]:
         """Log a replica's part of the losses, in the form of a mean over its examples."""
-        real = {name: _sums(of) for name, of in sums.real.items()}
+        real = {name: _sums(divisor) for name, divisor in sums.real.items()}
 
-        def as_mean(part: Any) -> tuple[Any, Any]:
-            own, of_all = (tf.cast(count, part.dtype) for count in counts)
-            return tf.math.divide_no_nan(part * of_all, own), own
+        def as_mean(loss: Any) -> tuple[Any, Any]:
+            num_examples, num_global_examples = (tf.cast(count, loss.dtype) for count in counts)
+            mean = tf.math.divide_no_nan(loss * num_global_examples, num_examples)
+            return mean, num_examples
 
         return self._log_losses(sums._replace(real=real), as_mean)
 
 
 def _counts(batch: Any) -> tuple[Any, Any]:
     """Return how many examples a replica has, and how many all have."""
-    own = _distribution.examples_in_batch(batch)
-    return own, _sums(own)
+    num_examples = _global_batches.examples_in_batch(batch)
+    return num_examples, _sums(num_examples)
 
 
 def _sums(values: Any) -> Any:

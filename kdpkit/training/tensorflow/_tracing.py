@@ -6,25 +6,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _gradients, _keras_internals, _losses, _patches
+from kdpkit.training.tensorflow import _gradients, _losses_and_metrics, _patches
+from kdpkit.training.tensorflow._keras_internals import updated_once
 from kdpkit.training.tensorflow._step import Step, graph, key, running
 
 
 @contextlib.contextmanager
-def traced_once(step: Step, data: Any) -> Iterator[None]:
-    """Trace a step in this: its layers are divided, and what it computes is put on devices."""
-    strategy = step.mesh.strategy
-    traced = graph()
-    first = 0 if traced is None else len(traced.get_operations())
-    leaves = tf.nest.flatten(data)
-    step.on_host.update(key(x) for x in leaves if isinstance(x, tf.Tensor) and traced is not None)
+def traced_once(step: Step, batch: Any) -> Iterator[None]:
+    """Trace a step inside of this: its layers are divided, and its operations put on devices."""
+    strategy, traced_graph = step.mesh.strategy, graph()
+    num_operations = 0
+    if traced_graph is not None:
+        num_operations = len(traced_graph.get_operations())
+        step.batch_keys.update(key(x) for x in tf.nest.flatten(batch) if isinstance(x, tf.Tensor))
     with (
         strategy.scope(),
-        _keras_internals.updated_once(strategy),
-        tf.variable_creator_scope(_losses.creator),
+        updated_once(strategy),
+        tf.variable_creator_scope(_losses_and_metrics.creator),
         _patches.installed(),
         running(step),
     ):
         yield
-    if traced is not None:
-        _gradients.place(traced, first, step.mesh.devices)
+    if traced_graph is not None:
+        _gradients.place(traced_graph, num_operations, step.mesh.devices)

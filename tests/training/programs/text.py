@@ -1,23 +1,25 @@
-"""Language: masked models, translation, classification, recognition."""
+"""Language: masked models, translation, classification, recognition, and models of KerasHub."""
 
 import keras
+import keras_hub
 import numpy as np
 from keras import layers, ops
 
-from tests.training.programs import Program
+from tests.training.programs import (
+    compile_model,
+    cross_entropies,
+    program,
+    sparse_cross_entropy,
+)
 
 VOCABULARY, LENGTH, WIDTH = 15, 6, 8
 
 
-def _random():
-    return np.random.default_rng(0)
-
-
-def _sentences(random, length=LENGTH, rows=17):
-    """Words, and zeros after the last of each sentence."""
-    tokens = random.integers(2, VOCABULARY, (rows, length))
-    lengths = random.integers(2, length + 1, (rows, 1))
-    return np.where(np.arange(length) < lengths, tokens, 0)
+def sentences(length=LENGTH):
+    """Return words, and zeros after the last of each sentence."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(2, VOCABULARY, (17, length))
+    return np.where(np.arange(length) < random.integers(2, length + 1, (17, 1)), tokens, 0)
 
 
 class TokenAndPositionEmbedding(layers.Layer):
@@ -53,26 +55,32 @@ class TransformerBlock(layers.Layer):
         return self.layernorm2(out1 + self.dropout2(self.ffn(out1)))
 
 
-def _masked_lm():
+def masked_tokens():
+    y = sentences()
+    is_masked = (np.random.default_rng(1).uniform(size=y.shape) < 0.3) & (y > 0)
+    x, sample_weight = np.where(is_masked, 1, y), is_masked.astype("float32")
+    return {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": 7}
+
+
+def encoder_of_tokens():
     inputs = keras.Input((LENGTH,), dtype="int64")
     x = TokenAndPositionEmbedding(LENGTH, VOCABULARY, WIDTH)(inputs)
-    x = TransformerBlock(WIDTH, 2, 16)(x)
-    outputs = layers.Dense(VOCABULARY, activation="softmax")(x)
-    model = keras.Model(inputs, outputs)
-    model.compile(
-        optimizer=keras.optimizers.Adam(1e-3),
-        loss="sparse_categorical_crossentropy",
+    return inputs, TransformerBlock(WIDTH, 2, 16)(x)
+
+
+def masked_language_model():
+    inputs, x = encoder_of_tokens()
+    return keras.Model(inputs, layers.Dense(VOCABULARY, activation="softmax")(x))
+
+
+program("masked language model with sample weights", masked_tokens)(
+    lambda: compile_model(
+        masked_language_model(),
+        "adam",
+        "sparse_categorical_crossentropy",
         weighted_metrics=["accuracy"],
     )
-    return model
-
-
-def _masked_tokens():
-    random = _random()
-    y = _sentences(random)
-    sample_weight = ((random.uniform(size=y.shape) < 0.3) & (y > 0)).astype("float32")
-    x = np.where(sample_weight, 1, y)
-    return {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": 7}
+)
 
 
 class TransformerDecoder(layers.Layer):
@@ -120,7 +128,14 @@ class TransformerDecoder(layers.Layer):
         return ops.tile(mask, [batch_size, 1, 1])
 
 
-def _translation():
+def translated_sentences():
+    target = sentences(LENGTH + 1)
+    x = {"encoder_inputs": sentences(), "decoder_inputs": target[:, :-1]}
+    return {"x": x, "y": target[:, 1:], "batch_size": 7}
+
+
+@program("translation with a transformer", translated_sentences)
+def translation():
     encoder_inputs = keras.Input((None,), dtype="int64", name="encoder_inputs")
     x = TokenAndPositionEmbedding(LENGTH, VOCABULARY, WIDTH)(encoder_inputs)
     encoder_outputs = TransformerBlock(WIDTH, 2, 16)(x)
@@ -137,14 +152,14 @@ def _translation():
     return model
 
 
-def _sentence_pairs():
-    random = _random()
-    target = _sentences(random, LENGTH + 1)
-    x = {"encoder_inputs": _sentences(random), "decoder_inputs": target[:, :-1]}
-    return {"x": x, "y": target[:, 1:], "batch_size": 7}
+def characters():
+    one_hot = np.eye(VOCABULARY, dtype="float32")
+    source, target = one_hot[sentences()], one_hot[sentences(LENGTH + 1)]
+    return {"x": [source, target[:, :-1]], "y": target[:, 1:], "batch_size": 7}
 
 
-def _sequence_to_sequence():
+@program("LSTM sequence to sequence with dropout", characters)
+def sequence_to_sequence():
     encoder_inputs = keras.Input((None, VOCABULARY))
     encoder = layers.LSTM(WIDTH, return_state=True, dropout=0.2, recurrent_dropout=0.2)
     _, state_h, state_c = encoder(encoder_inputs)
@@ -153,46 +168,23 @@ def _sequence_to_sequence():
     decoder_outputs = decoder(decoder_inputs, initial_state=[state_h, state_c])
     outputs = layers.Dense(VOCABULARY, activation="softmax")(decoder_outputs)
     model = keras.Model([encoder_inputs, decoder_inputs], outputs)
-    model.compile(optimizer="rmsprop", loss="categorical_crossentropy", metrics=["accuracy"])
-    return model
+    return compile_model(model, "rmsprop", "categorical_crossentropy", metrics=["accuracy"])
 
 
-def _characters():
-    random = _random()
-    one_hot = np.eye(VOCABULARY, dtype="float32")
-    source, target = (one_hot[_sentences(random, n)] for n in (LENGTH, LENGTH + 1))
-    return {"x": [source, target[:, :-1]], "y": target[:, 1:], "batch_size": 7}
+def reviews():
+    return {"x": sentences(), "y": np.arange(17) % 2, "batch_size": 7}
 
 
-def _transformer_classifier():
-    inputs = keras.Input((LENGTH,))
-    x = TokenAndPositionEmbedding(LENGTH, VOCABULARY, WIDTH)(inputs)
-    x = TransformerBlock(WIDTH, 2, 16)(x)
-    x = layers.GlobalAveragePooling1D()(x)
-    x = layers.Dense(8, activation="relu")(layers.Dropout(0.1)(x))
-    outputs = layers.Dense(2, activation="softmax")(layers.Dropout(0.1)(x))
-    model = keras.Model(inputs, outputs)
-    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
-
-
-def _reviews():
-    random = _random()
-    return {"x": _sentences(random), "y": random.integers(0, 2, 17), "batch_size": 7}
-
-
-def _bidirectional():
-    inputs = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, WIDTH)(inputs)
-    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x)
-    x = layers.Bidirectional(layers.LSTM(4))(x)
-    model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
-    model.compile(optimizer="adam", loss="binary_crossentropy", metrics=["accuracy"])
-    return model
+@program("text classification with a transformer block", reviews)
+def transformer_classifier():
+    inputs, x = encoder_of_tokens()
+    x = layers.Dropout(0.1)(layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(inputs, layers.Dense(2, activation="softmax")(x))
+    return compile_model(model, "adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 
 class CTCLayer(layers.Layer):
-    """An endpoint: gives the predictions through, and adds one loss an example."""
+    """An endpoint, which returns the predictions, and adds one loss for each example."""
 
     def call(self, y_true, y_pred):
         ones = ops.ones((ops.shape(y_true)[0],), dtype="int32")
@@ -205,48 +197,160 @@ class CTCLayer(layers.Layer):
         return y_pred
 
 
-def _columns_of_image(image):
+def characters_of_image(image):
     x = layers.Conv2D(4, (3, 3), activation="relu", padding="same")(image)
-    x = layers.MaxPooling2D((1, 2))(x)
-    x = layers.Reshape((8, 16))(x)
-    x = layers.Dropout(0.2)(layers.Dense(8, activation="relu")(x))
-    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True, dropout=0.25))(x)
-    return layers.Dense(5)(x)
+    x = layers.Reshape((8, 16))(layers.MaxPooling2D((1, 2))(x))
+    return layers.Dense(5)(layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x))
 
 
-def _captcha():
-    image, labels = keras.Input((8, 8, 1), name="image"), keras.Input((None,), name="label")
-    output = CTCLayer(name="ctc_loss")(labels, _columns_of_image(image))
-    model = keras.Model([image, labels], output, name="ocr_model")
-    model.compile(optimizer=keras.optimizers.Adam())
-    return model
-
-
-def _captchas():
-    random = _random()
-    images = random.uniform(size=(17, 8, 8, 1)).astype("float32")
-    labels = random.integers(0, 4, (17, 3)).astype("float32")
+def captchas():
+    random = np.random.default_rng(0)
+    images = random.uniform(size=(15, 8, 8, 1)).astype("float32")
+    labels = random.integers(0, 4, (15, 3)).astype("float32")
     return {"x": {"image": images, "label": labels}, "batch_size": 7}
 
 
-def _ctc():
+@program("captcha reader with CTC as an endpoint", captchas)
+def captcha():
+    image, labels = keras.Input((8, 8, 1), name="image"), keras.Input((None,), name="label")
+    output = CTCLayer(name="ctc_loss")(labels, characters_of_image(image))
+    return compile_model(keras.Model([image, labels], output), "adam")
+
+
+def written_words():
+    """Return a last batch of one example, which leaves replicas without any."""
+    data = captchas()["x"]
+    return {"x": data["image"], "y": data["label"].astype("int32") + 1, "batch_size": 7}
+
+
+@program("handwriting with the CTC loss", written_words, run="slow")
+def handwriting():
     image = keras.Input((8, 8, 1), name="image")
-    model = keras.Model(image, _columns_of_image(image))
-    model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=keras.losses.CTC())
+    model = keras.Model(image, characters_of_image(image))
+    return compile_model(model, "adam", keras.losses.CTC())
+
+
+# KerasHub: models whose layers or losses compare the examples of a batch.
+
+
+class Contrastive(keras.Model):
+    """Trains two towers on the logits of every image with every text of the batch."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def call(self, inputs):
+        return self.backbone(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ARG002
+        labels = ops.arange(ops.shape(x["token_ids"])[0])
+        losses = [cross_entropies(labels, logits) for logits in y_pred.values()]
+        return ops.mean(losses[0] + losses[1])
+
+
+def images_and_texts():
+    random = np.random.default_rng(0)
+    images = random.uniform(size=(17, 8, 8, 3)).astype("float32")
+    texts = random.integers(1, 20, size=(17, 6)).astype("int32")
+    return {"x": {"images": images, "token_ids": texts}, "batch_size": 7}
+
+
+@program("KerasHub's CLIP", images_and_texts, run="slow")
+def clip():
+    size = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "intermediate_dim": 8}
+    models = keras_hub.models
+    backbone = models.CLIPBackbone(
+        vision_encoder=models.CLIPVisionEncoder(patch_size=4, image_shape=(8, 8, 3), **size),
+        text_encoder=models.CLIPTextEncoder(20, 8, max_sequence_length=6, **size),
+        projection_dim=6,
+    )
+    return compile_model(Contrastive(backbone))
+
+
+def next_tokens():
+    tokens = np.random.default_rng(0).integers(1, 20, size=(17, 7)).astype("int32")
+    x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((17, 6), bool)}
+    return {"x": x, "y": tokens[:, 1:], "batch_size": 7}
+
+
+@program("KerasHub's Mixtral", next_tokens, run="slow")
+def mixtral():
+    backbone = keras_hub.models.MixtralBackbone(
+        vocabulary_size=20,
+        num_layers=1,
+        num_query_heads=2,
+        hidden_dim=8,
+        intermediate_dim=8,
+        num_key_value_heads=2,
+        num_experts=3,
+        router_aux_loss_coef=0.5,
+    )
+    model = keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
+    return compile_model(model, loss=sparse_cross_entropy())
+
+
+@program("KerasHub's Llama", next_tokens)
+def llama():
+    backbone = keras_hub.models.LlamaBackbone(20, 2, 2, 8, 16, num_key_value_heads=1)
+    model = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
+    return compile_model(model, loss=sparse_cross_entropy())
+
+
+def boxes():
+    random = np.random.default_rng(0)
+    corners = random.uniform(0, 16, size=(9, 2, 2))
+    boxes = np.concatenate([corners, corners + random.uniform(6, 16, size=(9, 2, 2))], axis=-1)
+    labels = random.integers(0, 3, size=(9, 2))
+    y = {"boxes": boxes.astype("float32"), "labels": labels.astype("float32")}
+    return {"x": random.uniform(size=(9, 32, 32, 3)).astype("float32"), "y": y, "batch_size": 5}
+
+
+@program("KerasHub's RetinaNet", boxes)
+def retinanet():
+    images = keras_hub.models.ResNetBackbone(
+        [64], [3], [64, 64, 64], [1, 1, 1], [1, 2, 2], "basic_block", image_shape=(32, 32, 3)
+    )
+    backbone = keras_hub.models.RetinaNetBackbone(
+        images, 3, 4, use_p5=False, image_shape=(32, 32, 3)
+    )
+    model = keras_hub.models.RetinaNetObjectDetector(
+        backbone, num_classes=3, pre_logits_num_conv_layers=1
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05),
+        box_loss=keras.losses.Huber(reduction="sum"),
+        classification_loss=keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="sum"),
+    )
     return model
 
 
-def _written_words():
-    data = _captchas()
-    return {"x": data["x"]["image"], "y": data["x"]["label"].astype("int32") + 1, "batch_size": 7}
+def next_words():
+    words = np.random.default_rng(1).integers(1, 9, (17, 6))
+    words[::3, 3:] = 0
+    return {"x": words[:, :-1], "y": words[:, 1:], "batch_size": 5}
 
 
-PROGRAMS = [
-    Program("masked language model with sample weights", _masked_lm, _masked_tokens),
-    Program("translation with a transformer", _translation, _sentence_pairs),
-    Program("LSTM sequence to sequence with dropout", _sequence_to_sequence, _characters),
-    Program("text classification with a transformer block", _transformer_classifier, _reviews),
-    Program("bidirectional LSTM", _bidirectional, _reviews),
-    Program("captcha reader with CTC as an endpoint", _captcha, _captchas),
-    Program("handwriting with the CTC loss", _ctc, _written_words),
-]
+@program("the perplexity of KerasHub", next_words, backends=("tensorflow",), run="slow")
+def with_perplexity():
+    model = keras.Sequential([keras.Input((5,)), layers.Embedding(9, 4), layers.Dense(9)])
+    perplexity = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)
+    return compile_model(model, loss=sparse_cross_entropy(), metrics=[perplexity])
+
+
+def padded_words():
+    words = next_words()["x"]
+    words[::2, 2:] = 0
+    return {"x": [words, words[::-1].copy()], "y": np.arange(17) % 3, "batch_size": 5}
+
+
+@program("attentions that share masked words", padded_words, backends=("tensorflow",), run="slow")
+def two_attentions():
+    """Keras calls the second one first here, and it takes the mask off what both get."""
+    words, others = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")
+    embedding = layers.Embedding(9, 4, mask_zero=True)
+    pair = embedding(words), embedding(others)
+    attended = layers.Attention()([*pair]), layers.MultiHeadAttention(2, 3)(*pair)
+    pooled = layers.GlobalAveragePooling1D()(layers.Concatenate()([*attended]))
+    model = keras.Model([words, others], layers.Dense(3)(pooled))
+    return compile_model(model, loss=sparse_cross_entropy())

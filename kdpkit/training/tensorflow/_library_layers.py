@@ -1,4 +1,4 @@
-"""What libraries wrote, and what of it computes each example by itself."""
+"""What libraries wrote, and which of it computes each example by itself."""
 
 import re
 import sys
@@ -13,9 +13,9 @@ from kdpkit.training.tensorflow._keras_internals import BaseImagePreprocessingLa
 
 _LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit", "builtins")
 
-# Keras' layers that compute each example by itself, unless the functions below say otherwise: those
-# of Keras 3.15, as `tests/training/test_library_layers.py` tries them, and some that are not
-# exported. Others, of a version to come, are tried when they are called.
+# Keras' layers that compute each example by itself, unless the functions below find otherwise:
+# those of Keras 3.15, as `tests/training/test_library_layers.py` tries them, and some that are not
+# exported. Layers of a later version are tried when they are called.
 _TRIED_OF_KERAS = frozenset(
     re.findall(
         r"\w+",
@@ -45,17 +45,44 @@ _TRIED_OF_KERAS = frozenset(
     """,
     )
 )
-# Layers of a model, which nobody tried beforehand. Some compare the examples: CLIP's head does, and
-# the balance of experts in Mixtral.
+# Layers of one model, which nobody tried beforehand. Some compare the examples: CLIP's head does,
+# and the balance of experts in Mixtral.
 _OF_ONE_MODEL = "keras_hub.src.models."
+
+# Names, because not every version of Keras has all of these layers, which compare examples.
+_COMPARING = frozenset(
+    {"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"}
+    | {"Equalization", "MelSpectrogram", "RandomElasticTransform"}
+    | {"MaskedLMMaskGenerator", "RandomDeletion", "RandomSwap"}
+)
+# Losses of libraries that compute with all examples together, as classes and as functions.
+_COMPARING_LOSSES = ("circle", "dice", "tversky", "sigliploss")
+
+# Layers that take the first axis of a tensor with fewer axes for something else than examples.
+_LEAST_AXES = dict.fromkeys(
+    ("Attention", "AdditiveAttention", "FNetEncoder", "PositionEmbedding"), 3
+) | {"Activation": 2}  # It may be a softmax.
+_LEAST_AXES_OF_IMAGES = 4
+_NAMES_OF_AXES = ("axis", "axes", "attention_axes", "sequence_axis")
+
+# Operations that may be a layer's activation, because they compute each number, or each last axis,
+# by itself: those named as Keras' activations, and these. Others may normalize, or add up.
+_ELEMENTWISE = ("abs", "cos", "erf", "exp", "hard_swish", "identity", "log", "sin", "sqrt")
+_ACTIVATIONS = frozenset((*vars(keras.activations), *_ELEMENTWISE, "square", "swish"))
+_COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
 
 
 def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
+def layers_of(layer: keras.layers.Layer) -> list[Any]:
+    """List a layer and all layers in it."""
+    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
+
+
 def is_composed(layer: keras.layers.Layer) -> bool:
-    """Return whether a model has no code of its own, but its layers'."""
+    """Return whether a model has no code except for that of its layers."""
     kind = type(layer)
     return kind in (keras.Sequential, Functional) or (
         isinstance(layer, Functional)
@@ -64,10 +91,16 @@ def is_composed(layer: keras.layers.Layer) -> bool:
     )
 
 
-def is_of_layers(layer: keras.layers.Layer) -> bool:
-    """Return whether a model has no operations but layers, and such as take from each example."""
-    operations = [op for part in layers_of(layer) for op in getattr(part, "operations", ())]
-    return all(isinstance(op, keras.layers.Layer) or _takes_from_each(op) for op in operations)
+def is_of_a_library(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer is a library's, and computes each example by itself."""
+    parts = layers_of(layer)
+    operations = [op for part in parts for op in getattr(part, "operations", ())]
+    return (
+        is_written_by_libraries(layer)
+        and not any(map(_is_untried, parts))
+        and not any(map(_may_compare_examples, parts))
+        and all(isinstance(op, keras.layers.Layer) or _takes_from_each(op) for op in operations)
+    )
 
 
 def _takes_from_each(operation: Any) -> bool:
@@ -78,21 +111,10 @@ def _takes_from_each(operation: Any) -> bool:
     )
 
 
-def is_of_a_library(layer: keras.layers.Layer) -> bool:
-    """Return whether a library's layer computes each example by itself."""
-    parts = layers_of(layer)
-    return (
-        is_written_by_libraries(layer)
-        and not any(map(_is_untried, parts))
-        and not any(map(_may_compare_examples, parts))
-        and is_of_layers(layer)
-    )
-
-
 def is_written_by_libraries(layer: keras.layers.Layer) -> bool:
     """Return whether a layer, those in it, and functions that they call are all of libraries."""
     parts = layers_of(layer)
-    return all(map(_is_of_a_library, [*map(type, parts), *_functions_in(parts)]))
+    return all(map(_is_written_by_libraries, [*map(type, parts), *_functions_in(parts)]))
 
 
 def _is_untried(layer: keras.layers.Layer) -> bool:
@@ -102,31 +124,14 @@ def _is_untried(layer: keras.layers.Layer) -> bool:
     return (is_new or module.startswith(_OF_ONE_MODEL)) and not is_composed(layer)
 
 
-# Names, because not every version of Keras has all of them.
-_COMPARING = frozenset(
-    {"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"}
-    | {"Equalization", "MelSpectrogram", "RandomElasticTransform"}
-    | {"MaskedLMMaskGenerator", "RandomDeletion", "RandomSwap"}
-)
-
-
 def _may_compare_examples(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer of a library computes with all examples together."""
-    if type(layer).__name__ == "TextVectorization":  # it pads to the longest
+    """Return whether a layer of a library may compute with all examples together."""
+    name = type(layer).__name__
+    if name == "TextVectorization":  # which pads to the longest
         return layer._output_sequence_length is None
     regularizer = type(getattr(layer, "activity_regularizer", None)).__name__
-    return (
-        type(layer).__name__ in _COMPARING
-        or regularizer == "OrthogonalRegularizer"  # compares the outputs of the examples
-        or 0 in _axes(layer)
-    )
-
-
-# Of a tensor with fewer axes, these take the first one for something else than examples.
-_LEAST_AXES = dict.fromkeys(
-    ("Attention", "AdditiveAttention", "FNetEncoder", "PositionEmbedding"), 3
-) | {"Activation": 2}  # a softmax, say
-_LEAST_AXES_OF_IMAGES = 4
+    # The regularizer compares the outputs of the examples.
+    return name in _COMPARING or regularizer == "OrthogonalRegularizer" or 0 in _axes(layer)
 
 
 def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
@@ -137,24 +142,20 @@ def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
     if getattr(layer, "output_mode", None) in ("count", "multi_hot", "tf_idf"):
         least = 2
     negative = [axis for axis in _axes(layer) if isinstance(axis, int) and axis < 0]
-    least = max(least, 1 - min(negative, default=0)) if negative else least
-    leaves = tf.nest.flatten((args, kwargs)) if least and is_library(type(layer).__module__) else []
-    axes = [leaf.shape.rank for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-    return max(axes, default=least) < least
-
-
-_NAMES_OF_AXES = ("axis", "axes", "attention_axes", "sequence_axis")
+    least = max(least, 1 - min(negative, default=1))
+    if not least or not is_library(type(layer).__module__):
+        return False
+    leaves = tf.nest.flatten((args, kwargs))
+    ranks = [leaf.shape.rank for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+    return max(ranks, default=least) < least
 
 
 def _axes(layer: keras.layers.Layer) -> list[Any]:
     return tf.nest.flatten([getattr(layer, name, None) for name in _NAMES_OF_AXES])
 
 
-_COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
-
-
 def _functions_in(layers: list[Any]) -> Iterator[Any]:
-    """Iterate over the functions that layers call on what they are given: activations, say."""
+    """Iterate over the functions that layers call on tensors, such as activations."""
     for layer in layers:
         for name, value in vars(layer).items():
             is_other = name.endswith(("_initializer", "_constraint")) or name in _COMPILED
@@ -163,15 +164,10 @@ def _functions_in(layers: list[Any]) -> Iterator[Any]:
                 yield value
 
 
-# Operations that a layer may have as its activation, and that compute each number, or each last
-# axis, by itself: those named as Keras' activations, and these. Others may normalize, or add up.
-_ELEMENTWISE = ("abs", "cos", "erf", "exp", "hard_swish", "identity", "log", "sin", "sqrt")
-_ACTIVATIONS = frozenset((*vars(keras.activations), *_ELEMENTWISE, "square", "swish"))
-
-
-def _is_of_a_library(code: Any) -> bool:
+def _is_written_by_libraries(code: Any) -> bool:
+    """Return whether a class, a function or another callable is a library's."""
     code = getattr(code, "python_function", code)  # of a `tf.function`
-    # `functools.wraps` copies names: what is written by the user may have a library's.
+    # `functools.wraps` copies names: a function of the user's may have a library's.
     scope = {} if isinstance(code, type) else getattr(code, "__globals__", {})
     written_in = scope.get("__name__", "builtins")
     if not is_library(written_in) and written_in not in sys.stdlib_module_names:
@@ -185,25 +181,25 @@ def _is_of_a_library(code: Any) -> bool:
 
 
 def _is_made_by_exec(code: Any) -> bool:
-    """Return whether code of the user's has no module, as a namespace without a name gives none."""
+    """Return whether code is the user's and has no module, because its namespace has no name."""
     kinds = (keras.layers.Layer, keras.Loss, keras.Metric)
     is_class = isinstance(code, type) and issubclass(code, kinds)
     return is_class or isinstance(code, types.FunctionType)
 
 
-# Losses of libraries that compute with all examples together, as classes and as functions.
-_COMPARING_LOSSES = ("circle", "dice", "tversky", "sigliploss")
-
-
 def is_loss_of_a_library(loss: Any) -> bool:
-    """Return whether a loss is of a library, its function too, and computes each example by itself.
+    """Return whether a loss, as `compile` takes it, is a library's and separates the examples."""
+    parts = [part for part in (loss, type(loss), getattr(loss, "fn", None)) if part is not None]
+    return not _compares_examples(loss) and all(map(_is_written_by_libraries, parts))
 
-    Args:
-        loss: A loss, a function or a name, as `compile` takes it.
-    """
-    parts = (loss, type(loss), getattr(loss, "fn", None))
-    return not _compares_examples(loss) and all(
-        _is_of_a_library(part) for part in parts if part is not None
+
+def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
+    """Return whether a metric, and the function that it may have, are a library's."""
+    function = getattr(metric, "_fn", metric)
+    return (
+        not _compares_examples(function)
+        and _is_along_the_last_axis(metric)
+        and all(map(_is_written_by_libraries, (type(metric), function)))
     )
 
 
@@ -213,27 +209,11 @@ def _compares_examples(loss: Any) -> bool:
 
 
 def _is_along_the_last_axis(function: Any) -> bool:
-    """Return whether a loss or a metric leaves the examples apart, whatever its `axis` is for."""
-    given = getattr(function, "_fn_kwargs", {}).get("axis", getattr(function, "axis", -1))
-    return given in (None, -1)
+    """Return whether a loss or a metric does not reduce the examples, whatever its `axis` means."""
+    axis = getattr(function, "_fn_kwargs", {}).get("axis", getattr(function, "axis", -1))
+    return axis in (None, -1)
 
 
-def parts_of_metrics(model: keras.Model) -> list[Any]:
-    """List the metrics of a model, those that `compile` was given too."""
-    return [part for of in model.metrics for part in getattr(of, "metrics", [of])]
-
-
-def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
-    """Return whether a metric, and the function that it may have, are of a library."""
-    function = getattr(metric, "_fn", metric)
-    parts = (type(metric), function)
-    return (
-        not _compares_examples(function)
-        and _is_along_the_last_axis(metric)
-        and all(map(_is_of_a_library, parts))
-    )
-
-
-def layers_of(layer: keras.layers.Layer) -> list[Any]:
-    """List a layer and all layers in it."""
-    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
+def metrics_of(model: keras.Model) -> list[Any]:
+    """List the metrics of a model, with those that were passed to `compile`."""
+    return [part for metric in model.metrics for part in getattr(metric, "metrics", [metric])]

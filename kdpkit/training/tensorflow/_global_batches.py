@@ -9,7 +9,7 @@ on one device. That all read the same batches is compared in every step.
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,6 +24,14 @@ _SAME = (
     "Build the same dataset in every process, in the same order: shuffle with a seed, as "
     "`kdpkit.pipelines.train_pipeline` does, or call `keras.utils.set_random_seed` first."
 )
+_ENDED = (
+    "The number of batches must be the same in all processes, and one has come to its end before "
+    "the others."
+)
+_DIFFERENT = (
+    "All processes must read the same batches, of which each takes its examples, and they read "
+    "different ones."
+)
 _reported: set[str] = set()
 
 
@@ -32,8 +40,7 @@ class Read(NamedTuple):
 
     Args:
         batch: Its examples.
-        fingerprint: Whether there was a batch, and a number computed from all of it: `[[1, hash]]`,
-            or no row where the process has come to the end of its data.
+        fingerprint: `[[1, hash]]` with a hash of the batch; empty at the end of the data.
     """
 
     batch: Any
@@ -42,25 +49,13 @@ class Read(NamedTuple):
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
     is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    return is_multi_worker and strategy.num_replicas_in_sync > len(_local_devices(strategy))
-
-
-def _local_devices(strategy: tf.distribute.Strategy) -> Sequence[str]:
-    return strategy.extended.worker_devices
-
-
-# The data.
+    return is_multi_worker and strategy.num_replicas_in_sync > len(strategy.extended.worker_devices)
 
 
 def global_batches(
     strategy: tf.distribute.Strategy, dataset: Any, name: str = "the dataset"
 ) -> Any:
     """Return what gives the global batches of a dataset, in each process.
-
-    Args:
-        strategy: The strategy.
-        dataset: The same global batches in every process.
-        name: What messages call it.
 
     Raises:
         ValueError: In all processes, if its length or its kind of batches is not the same in all,
@@ -77,34 +72,29 @@ def global_batches(
             "With this policy every process would train on a part of its own pipeline, in other "
             "batches than one device's.",
             auto_shard_policy=policy.name,
-            remedy='Pass the same dataset in all processes with `auto_shard("data")`.',
+            remedy="Pass the same dataset in all processes, without an auto-shard policy.",
         )
-    kind = int(_hash(repr(dataset.element_spec), 1 << 60))
-    numbers = {"The types and shapes": kind, "The number": int(dataset.cardinality())}
+    spec = int(_hash(repr(dataset.element_spec), 1 << 60))
+    numbers = {"The types and shapes": spec, "The number": int(dataset.cardinality())}
     for what, number in numbers.items():
-        name_of = f"{what} of the batches of {name}"
-        processes.require_equal(name_of, [number], remedy=_SAME, strategy=strategy)
-    _report(
+        compared = f"{what} of the batches of {name}"
+        processes.require_equal(compared, [number], remedy=_SAME, strategy=strategy)
+    _report_once(
         f"Each of the {processes.count()} processes reads all of the data and takes its examples "
         "of every batch."
     )
-    joined_parts = joining(dataset.element_spec)
+    join, num_devices = joining(dataset.element_spec), len(strategy.extended.worker_devices)
 
-    def read(*parts: Any) -> Read:
-        batch = joined_parts(parts)
-        return Read(batch, _fingerprint(batch))
+    def read_for_each_device(*parts: Any) -> Any:
+        batch = join(parts)
+        read = Read(batch, _fingerprint(batch))
+        return tf.data.Dataset.from_tensors(read).repeat(num_devices)
 
-    def for_each_device(*parts: Any) -> Any:
-        return tf.data.Dataset.from_tensors(read(*parts)).repeat(len(_local_devices(strategy)))
-
-    as_it_is = tf.autograph.experimental.do_not_convert
-    is_one = len(_local_devices(strategy)) == 1
-    reading = dataset.map(as_it_is(read)) if is_one else dataset.flat_map(as_it_is(for_each_device))
-    return strategy.distribute_datasets_from_function(lambda _: reading)
+    reads = dataset.flat_map(tf.autograph.experimental.do_not_convert(read_for_each_device))
+    return strategy.distribute_datasets_from_function(lambda _: reads)
 
 
-def _report(line: str) -> None:
-    """Report once, in the first process, how the data are spread."""
+def _report_once(line: str) -> None:
     if line not in _reported and processes.index() == 0:
         sys.stderr.write(f"kdpkit: {line}\n")
     _reported.add(line)
@@ -122,19 +112,12 @@ def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
 
 def examples_in_batch(batch: Any) -> Any:
     """Count the examples of a batch, as an int32: those of its first tensor."""
-    return examples_in(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
-
-
-def examples_in(tensor: Any) -> Any:
-    """Count the examples of a dense, ragged or sparse tensor, as an int32."""
+    tensor: Any = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
     if isinstance(tensor, tf.RaggedTensor):
         return tf.cast(tensor.nrows(), tf.int32)
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)
     return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(1)
-
-
-# Agreement, in every step.
 
 
 def _fingerprint(batch: Any) -> Any:
@@ -153,37 +136,26 @@ def _hash(text: Any, buckets: int) -> Any:
 
 def opened(mesh: Any, data: Any) -> Any:
     """Return the global batch; of several processes, if it is the same in all of them."""
-    data = tf.nest.map_structure(lambda leaf: _of_first_device(mesh, leaf), data)
+
+    def of_first_device(leaf: Any) -> Any:
+        if isinstance(leaf, tf.distribute.DistributedValues):
+            return mesh.strategy.experimental_local_results(leaf)[0]
+        return leaf
+
+    data = tf.nest.map_structure(of_first_device, data)
     if not isinstance(data, Read):
         return data
     present, value = tf.unstack(tf.reduce_sum(tf.cast(data.fingerprint, tf.int64), axis=0))
     sums = total(mesh, tf.stack([present, value, value * value]), Channel(0))
     present, value, squares = tf.unstack(sums)
-    # R numbers are equal just if R times the sum of their squares is the square of their sum.
+    # R numbers are equal exactly if R times the sum of their squares is the square of their sum.
     count = mesh.num_processes
-    checked = [
+    assertions = [
         tf.debugging.Assert(present == count, [_ENDED]),
         tf.debugging.Assert((present != count) | (count * squares == value * value), [_DIFFERENT]),
     ]
-    with tf.control_dependencies(checked):
+    with tf.control_dependencies(assertions):
         return tf.nest.map_structure(tf.identity, data.batch, expand_composites=True)
-
-
-def _of_first_device(mesh: Any, leaf: Any) -> Any:
-    """Return what the first device of a process has of values that all of them have."""
-    if isinstance(leaf, tf.distribute.DistributedValues):
-        return mesh.strategy.experimental_local_results(leaf)[0]
-    return leaf
-
-
-_ENDED = (
-    "The number of batches must be the same in all processes, and one has come to its end before "
-    "the others."
-)
-_DIFFERENT = (
-    "All processes must read the same batches, of which each takes its examples, and they read "
-    "different ones."
-)
 
 
 @contextlib.contextmanager
@@ -192,7 +164,7 @@ def explaining_differences() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        found = [sentence for sentence in (_ENDED, _DIFFERENT) if sentence in str(error)]
-        if not found:
-            raise
-        checks.fail(found[0], remedy=_SAME)
+        for sentence in (_ENDED, _DIFFERENT):
+            if sentence in str(error):
+                checks.fail(sentence, remedy=_SAME)
+        raise

@@ -6,19 +6,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _libraries
-from kdpkit.training.tensorflow._division import Arguments
-from kdpkit.training.tensorflow._keras_internals import SyncOnReadVariable
-from kdpkit.training.tensorflow._parts import join_output, known_parts
+from kdpkit.training.tensorflow import _library_layers
+from kdpkit.training.tensorflow._keras_internals import SyncOnReadVariable, replaced
+from kdpkit.training.tensorflow._layer_calls import Arguments
 from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
+from kdpkit.training.tensorflow._tensor_parts import join_output, known_parts
 
 
 def call_loss(original: Callable, loss: Any, y_true: Any, y_pred: Any) -> Any:
     """Compute the losses of examples, each device those of its part."""
     step = current_step()
-    if step is None or current_part() is not None or not _libraries.is_loss_of_a_library(loss):
+    if step is None or current_part() or not _library_layers.is_loss_of_a_library(loss):
         return original(loss, y_true, y_pred)
-    return _on_parts(step, lambda *of: original(loss, *of), y_true, y_pred)
+    return _on_parts(step, lambda *arrays: original(loss, *arrays), y_true, y_pred)
 
 
 def update_metric(
@@ -26,44 +26,40 @@ def update_metric(
 ) -> Any:
     """Update a mean over examples, of which each device computes its part."""
     step = current_step()
-    if step is None or current_part() is not None or not _libraries.is_metric_of_a_library(metric):
+    if step is None or current_part() or not _library_layers.is_metric_of_a_library(metric):
         return original(metric, y_true, y_pred, sample_weight)
     function = metric._fn
 
-    def values_of_parts(y_true: Any, y_pred: Any, **kwargs: Any) -> Any:
-        compute = lambda *of: function(*of, **kwargs)  # noqa: E731
-        return _on_parts(step, compute, y_true, y_pred)
+    def function_on_parts(y_true: Any, y_pred: Any, **kwargs: Any) -> Any:
+        return _on_parts(step, lambda *arrays: function(*arrays, **kwargs), y_true, y_pred)
 
-    metric._fn = values_of_parts
-    try:
+    with replaced(metric, "_fn", function_on_parts):
         return original(metric, y_true, y_pred, sample_weight)
-    finally:
-        metric._fn = function
 
 
 def _on_parts(step: Step, compute: Callable, y_true: Any, y_pred: Any) -> Any:
     leaves = tf.nest.flatten((y_true, y_pred))
     predictions = [x for x in tf.nest.flatten(y_pred) if isinstance(x, tf.Tensor)]
-    known = [x for x in predictions if x.shape.rank and known_parts(step, x)]
+    divided = [x for x in predictions if x.shape.rank and known_parts(step, x)]
     is_dense = all(isinstance(leaf, tf.Tensor) for leaf in leaves)
-    if not known or not is_dense or any((x.shape.rank or 0) < 2 for x in predictions):
+    if not divided or not is_dense or any((x.shape.rank or 0) < 2 for x in predictions):
         return compute(y_true, y_pred)
-    parts = Arguments(step, known[0], ((y_true, y_pred), {}))
+    arguments = Arguments(step, divided[0], (y_true, y_pred))
     values = []
-    for index, ((of_true, of_pred), _) in enumerate(parts.nests):
-        part = Part(step, index, parts.split)
+    for index, arrays in enumerate(arguments.of_devices):
+        part = Part(step, index, arguments.split)
         with running(step, part), tf.device(part.device):
-            values.append(compute(of_true, of_pred))
-    if values[0].shape.rank == 0:  # of all examples together
+            values.append(compute(*arrays))
+    if values[0].shape.rank == 0:  # It is one number for all examples together.
         return compute(y_true, y_pred)
-    length = known[0].shape[0]
-    return join_output(step, parts.split, values, length=length, each=parts.each)
+    lengths = {"length": divided[0].shape[0], "per_example": arguments.per_example}
+    return join_output(step, arguments.split, values, **lengths)
 
 
 def count_once(variable: Any) -> None:
-    """Have a metric's variable hold one count for all devices, which the step counts once.
+    """Let a metric's variable hold one count for all devices, which the step counts once.
 
-    TensorFlow would add up the copies that the devices have, and divide what is assigned to all.
+    TensorFlow would add up the devices' copies, and divide what is assigned to all of them.
     """
     if isinstance(variable, keras.Variable):
         variable = variable.value

@@ -1,0 +1,242 @@
+"""Calls of layers, repeated once for each device on its part of the examples.
+
+The step around them runs once, on all examples, as on one device. The call on a part is a function
+of its inputs and of the variables' values: each device reads its own copies, whose gradients go to
+the variables, and what the calls assign is assigned once, after all of them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit._internal import checks, versions
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow import _batch_norm, _tensor_parts, _xla
+from kdpkit.training.tensorflow._collectives import sum_gradients
+from kdpkit.training.tensorflow._keras_internals import ATTACHED_TENSORS, build_layer
+from kdpkit.training.tensorflow._library_layers import has_too_few_axes, is_written_by_libraries
+from kdpkit.training.tensorflow._policy import is_batch_norm
+from kdpkit.training.tensorflow._split import Split
+from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
+from kdpkit.training.tensorflow._tensor_parts import join_output, known_parts
+from kdpkit.training.tensorflow._variable_copies import PartScope
+
+
+def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer; in a step, if it may be divided, once for each device on its part."""
+    step = current_step()
+    if step is None:
+        return original(layer, *args, **kwargs)
+    if current_part() is not None:
+        if has_too_few_axes(layer, args, kwargs):
+            _reject_few_axes(layer)
+        return original(layer, *args, **kwargs)
+    if not layer.built:
+        with tf.init_scope(), step.mesh.strategy.scope():
+            build_layer(layer, args, kwargs)
+    first = first_with_examples((args, kwargs)) if step.may_divide() else None
+    if first is None or not step.policy.divides(step, layer, args, kwargs):
+        return original(layer, *args, **kwargs)
+    if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
+        return original(layer, *args, **kwargs)  # The layers in it may be divided.
+    return _call_on_parts(step, original, layer, first, args, kwargs)
+
+
+def _call_on_parts(
+    step: Step, original: Callable, layer: Any, first: Any, args: Any, kwargs: Any
+) -> Any:
+    arguments = Arguments(step, first, (args, kwargs))
+    split, regularizer = arguments.split, layer.activity_regularizer
+    moments: Sequence[Any] | None = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_regularizer(layer))
+        calls: Any = arguments.of_devices
+        if is_batch_norm(layer):
+            calls = stack.enter_context(_batch_norm.on_wide_inputs(step, layer, calls))
+            moments = _batch_norm.moments_of_parts(step, layer, split, calls)
+        parts = [
+            Part(step, index, split, moments=moments and moments[index])
+            for index in range(len(calls))
+        ]
+        outputs, scopes = _outputs(step, original, layer, parts, calls)
+    arguments.drop_masks()
+    _assign(step, split, scopes)
+    for losses in zip(*(scope.losses for scope in scopes), strict=True):
+        layer.add_loss(_tensor_parts.mean_of_parts(step, split, losses))
+    # A library's layer returns as many entries for each example as it is called on.
+    lengths: dict[str, Any] = {}
+    if is_written_by_libraries(layer):
+        lengths = {"length": first.shape[0], "per_example": arguments.per_example}
+    joined = tf.nest.map_structure(
+        lambda *tensors: join_output(step, split, tensors, **lengths), *outputs
+    )
+    if regularizer is not None:
+        _regularize(layer, regularizer, joined)
+    return joined
+
+
+def _outputs(
+    step: Step, original: Callable, layer: Any, parts: Sequence[Part], calls: Sequence[Any]
+) -> tuple[list[Any], list[PartScope]]:
+    """Call a layer on each device, on its part."""
+    outputs, scopes = [], []
+    values: dict[int, Any] = {}  # of variables, shared by the parts
+    for part, (args, kwargs) in zip(parts, calls, strict=True):
+        scope = PartScope(part, values)
+        is_compiled = step.jit and _xla.may_compile(layer)
+        call = _xla.compiled(original, scope) if is_compiled else original
+        with running(step, part), tf.device(part.device), scope:
+            outputs.append(call(layer, *args, **kwargs))
+        scopes.append(scope)
+    return outputs, scopes
+
+
+class Arguments:
+    """The arguments of a call, divided: those for each device."""
+
+    def __init__(self, step: Step, first: Any, nest: Any) -> None:
+        self._step, self._first = step, first
+        self._masked: list[tuple[Any, Sequence[Any]]] = []
+        parts = known_parts(step, first)
+        self.split: Split = parts.split if parts else _tensor_parts.split_of(step, first)
+        self.per_example = parts.per_example if parts else 1  # entries of `first`
+        splits = [of_leaf.split for x in _with_examples(nest) if (of_leaf := known_parts(step, x))]
+        totals = {split.length_id: split.total for split in splits}
+        totals.pop(self.split.length_id, None)
+        self._checks = [
+            tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
+            for total in totals.values()
+        ]
+        step.checks += self._checks
+        divided = [self._divided(leaf) for leaf in tf.nest.flatten(nest)]
+        self.of_devices = [
+            tf.nest.pack_sequence_as(nest, leaves) for leaves in zip(*divided, strict=True)
+        ]
+
+    def _divided(self, leaf: Any) -> Sequence[Any]:
+        """Return what each device gets of an argument."""
+        step = self._step
+        tensors = self._cut(leaf)
+        if tensors is None:
+            if isinstance(leaf, tf.Tensor):
+                leaf = sum_gradients(step.mesh, leaf, step.channel())
+            return [leaf] * len(step.mesh.devices)
+        if leaf is self._first and self._checks:
+            with tf.control_dependencies(self._checks):
+                tensors = [*map(tf.identity, tensors)]
+        for get, attach in ATTACHED_TENSORS:
+            if (attached := get(leaf)) is not None:
+                parts: Any = self._cut(attached)
+                for tensor, part in zip(tensors, parts, strict=True):
+                    attach(tensor, part)
+        if get_keras_mask(leaf) is not None:
+            self._masked.append((leaf, tensors))
+        return tensors
+
+    def _cut(self, leaf: Any) -> Sequence[Any] | None:
+        """Return the parts of a tensor with examples; None for what all devices get complete."""
+        if not _may_have_examples(leaf):
+            return None
+        if leaf is self._first or known_parts(self._step, leaf) is not None:
+            return _tensor_parts.cut(self._step, leaf, self.split)
+        return _tensor_parts.cut_if_of_length(self._step, leaf, self.split)
+
+    def drop_masks(self) -> None:
+        """Remove the masks that the call removed, as Keras' attention does of what others use."""
+        for leaf, tensors in self._masked:
+            if get_keras_mask(tensors[0]) is None:
+                set_keras_mask(leaf, None)
+
+
+OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
+
+
+@contextlib.contextmanager
+def explaining_other_lengths() -> Iterator[None]:
+    """Raise a sentence where a divided layer is called on tensors of different lengths."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if OTHER_LENGTHS not in str(error):
+            raise
+        checks.fail(
+            f"{OTHER_LENGTHS}, and each device would get its part of each.",
+            remedy="Pass the layer to `replica_exact(model, undivided=[layer])`.",
+        )
+
+
+def _may_have_examples(leaf: Any) -> bool:
+    """Return whether a leaf may have an entry for each example: one entry is for all of them."""
+    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] != 1
+
+
+def _with_examples(nest: Any) -> list[Any]:
+    return [*filter(_may_have_examples, tf.nest.flatten(nest))]
+
+
+def have_same_examples(step: Step, nest: Any) -> bool:
+    """Return whether all tensors of a call are known to have the same number of examples."""
+    leaves = _with_examples(nest)
+    parts = [known_parts(step, leaf) for leaf in leaves]
+    length_ids = {
+        leaf.shape[0] if of_leaf is None else of_leaf.split.length_id
+        for leaf, of_leaf in zip(leaves, parts, strict=True)
+    }
+    return len(leaves) == 1 or (len(length_ids) == 1 and None not in length_ids)
+
+
+def first_with_examples(nest: Any) -> Any:
+    """Return the tensor whose examples a call divides; None if that is not certain.
+
+    The number of examples is mostly unknown while a step is traced. A tensor of known length beside
+    it may be a constant for all examples, or have an entry for each.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if getattr(leaf, "shape", None)]
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):  # One is ragged, or a variable.
+        return None
+    tensors = _with_examples(nest)
+    lengths = {tensor.shape[0] for tensor in tensors}
+    are_constant = {tf.get_static_value(tensor) is not None for tensor in tensors}
+    return tensors[0] if len(lengths) == 1 and len(are_constant) == 1 else None
+
+
+@contextlib.contextmanager
+def _without_regularizer(layer: Any) -> Iterator[None]:
+    """Hide an activity regularizer, which gets the joined outputs."""
+    regularizer = layer.activity_regularizer
+    vars(layer)["activity_regularizer"] = None
+    try:
+        yield
+    finally:
+        vars(layer)["activity_regularizer"] = regularizer
+
+
+def _regularize(layer: Any, regularizer: Any, outputs: Any) -> None:
+    """Add the loss of an activity regularizer, as `Layer.__call__` does."""
+    for output in tf.nest.flatten(outputs):
+        if isinstance(output, tf.Tensor):
+            loss = regularizer(output)
+            if output.shape.rank and versions.KERAS >= (3, 14):  # keras-team/keras#22018
+                loss = tf.math.divide_no_nan(loss, tf.cast(tf.shape(output)[0], loss.dtype))
+            layer.add_loss(loss)
+
+
+def _assign(step: Step, split: Split, scopes: Sequence[PartScope]) -> None:
+    """Assign once what the calls assigned: all the same, except for statistics of each part."""
+    for variable in scopes[0].assigned.values():
+        value, *_ = values = [scope.get_current_value(variable) for scope in scopes]
+        if step.batch_norm == _batch_norm.REPLICA and value.dtype.is_floating:
+            value = _tensor_parts.mean_of_parts(step, split, values)
+        variable.assign(value)
+
+
+def _reject_few_axes(layer: Any) -> None:
+    checks.fail(
+        "A layer gets a tensor of too few axes, and computes the examples of a batch together, "
+        "inside of a layer that is divided.",
+        layer=layer.name,
+        kind=type(layer).__name__,
+        remedy="Pass the layer that calls it to `replica_exact` in `undivided=[...]`.",
+    )
