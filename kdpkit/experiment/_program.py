@@ -86,8 +86,11 @@ def _ending_in_one_sentence(before: Callable[[int], object] = int) -> Iterator[N
         file = f"{error.filename}: " if error.filename else ""
         reason = f"No space is left ({file}{error.strerror})."
         code, sentence = 1, f"{reason} Make room; what was written before is complete."
-    except KeyboardInterrupt as interrupt:  # `Resume` names the state that it has saved
-        code, sentence = 130, str(interrupt) or "Stopped by Ctrl-C."
+    except KeyboardInterrupt as interrupt:
+        code, sentence = 130, str(interrupt)  # of `Resume`, which names the state that it saved
+        if not sentence:
+            sentence = "Stopped by Ctrl-C."
+            print(end="\n" * sys.stdout.isatty())  # Keras' bar has left its line open
     before(code)
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     raise SystemExit(code)
