@@ -76,11 +76,13 @@ def differences(weights, one):
 
 
 def draw(curves, file):
-    """Plot the differences; runs with the same label have one entry in the legend."""
+    """Plot the differences. Runs with the same label have one entry in the legend."""
     learning_curves.set_style()
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for label, color, values in curves:
-        axes.semilogy(range(1, len(values) + 1), values, color=color, label=label)
+        width = 6 if label.startswith("1 device") else 1.5  # seen below the replicas' line
+        steps = range(1, len(values) + 1)
+        axes.semilogy(steps, values, color=color, label=label, linewidth=width)
     axes.set(xlabel="step", ylabel="difference to one device")
     lines = {line.get_label(): line for line in axes.lines}
     axes.legend(lines.values(), lines, frameon=False)
