@@ -47,7 +47,7 @@ ALLOWED = {
     "callbacks": (KERAS, {"batches", "checkpoints", "scaling"}),
     "training": (TENSORFLOW | {"jax"}, {"batches", "scaling", "sharding", "strategies"}),
     "testing": (KERAS, {"scaling", "schedules"}),
-    "experiment": (KERAS, {"batches", "callbacks", "scaling"}),
+    "experiment": (KERAS, {"callbacks", "scaling"}),
     "diagnostics": (
         TENSORFLOW | {"jax"},
         {"batches", "callbacks", "checkpoints", "cluster", "experiment"}

@@ -6,7 +6,6 @@ return.
 """
 
 from kdpkit.batches._array_batches import ArrayBatches
-from kdpkit.batches._packing import pack_tokens
 from kdpkit.batches._sources import Source, from_datasets, from_grain
 
-__all__ = ["ArrayBatches", "Source", "from_datasets", "from_grain", "pack_tokens"]
+__all__ = ["ArrayBatches", "Source", "from_datasets", "from_grain"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kdpkit import batches, errors
+from kdpkit import errors
 from kdpkit._internal import checks
 
 _LINES_AT_ONCE = 4096
@@ -41,17 +41,21 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 def sequences(lines: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
     """Return the token ids of texts that follow each other, int32 `[sequences, length]`.
 
-    What is left over at the end, and would need padding, is left out.
+    They are packed as by `kdpkit.pipelines.pack_tokens`; what is left over at the end, and would
+    need padding, is left out.
 
     Raises:
         ValueError: The text is shorter than a sequence.
     """
-    special = special_ids(tokenizer)
-    packed = batches.pack_tokens(_token_ids(lines, tokenizer), length, **special)
-    if packed[-1, -1] == special["pad"]:
-        packed = packed[:-1]
-    if not len(packed):
+    special, documents = special_ids(tokenizer), _token_ids(lines, tokenizer)
+    stream = [token for document in documents for token in (*document, special["end"])][:-1]
+    body = checks.integer("length", length, minimum=3) - 2  # without the ends of a sequence
+    count = len(stream) // body
+    if not count:
         checks.fail("The text is shorter than a sequence.", lines=len(lines), length=length)
+    packed = np.empty((count, length), np.int32)
+    packed[:, 0], packed[:, -1] = special["start"], special["end"]
+    packed[:, 1:-1] = np.reshape(stream[: count * body], (count, body))
     return packed
 
 
