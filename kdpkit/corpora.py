@@ -29,7 +29,7 @@ from kdpkit._internal import checks, storage
 
 __all__ = ["load_images", "load_text"]
 
-_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
+_HELD_OUT = 0.05  # the fraction of lines or words for validation, and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _DOWNLOADED = ("mnist", "fashion_mnist")
 
@@ -192,7 +192,7 @@ def _documentation(path: Path) -> Iterator[str]:
     Each is one line; interpreter sessions and rules of dashes are left out.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the module's own string escapes
+        warnings.simplefilter("ignore")  # modules may have invalid string escapes
         tree = ast.parse(path.read_bytes())
     holds_topics = path.parts[-2:] == ("pydoc_data", "topics.py")
     for text in map(_topic if holds_topics else _docstring, ast.walk(tree)):
@@ -276,7 +276,7 @@ def _digits() -> ImageSplits:
 
 
 def _downloaded(name: str) -> ImageSplits:
-    import keras  # the other corpora need no framework
+    import keras  # imported here because the other corpora need no framework
 
     try:
         train, test = getattr(keras.datasets, name).load_data()

@@ -81,10 +81,7 @@ class LinearWarmup(_Schedule):
     """
 
     def __init__(
-        self,
-        schedule: Rate,
-        warmup_steps: int,
-        initial_learning_rate: float = 0.0,
+        self, schedule: Rate, warmup_steps: int, initial_learning_rate: float = 0.0
     ) -> None:
         super().__init__()
         self.schedule = _schedule("schedule", schedule)
@@ -339,7 +336,7 @@ def _rates(schedule: Rate, steps: Any) -> Any:
     Nearly every schedule takes a vector as it takes a scalar. One with a condition in it, such as
     `CosineDecay` with `warmup_target`, does not, and is mapped, which is slow.
     """
-    with contextlib.suppress(Exception):  # mapping raises an error of the schedule's again
+    with contextlib.suppress(Exception):  # an error of the schedule itself is raised again below
         rates = _rate(schedule, steps)
         if rates.shape == steps.shape:
             return rates

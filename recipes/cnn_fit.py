@@ -43,7 +43,7 @@ def from_tfrecords(directory, images, labels):
         values = tf.io.decode_raw(record, tf.uint8)
         return tf.reshape(values[1:], images.shape[1:]), tf.cast(values[0], tf.int32)
 
-    records = pipelines.interleave_files(files, lambda f: tf.data.TFRecordDataset(f, "GZIP"))
+    records = tf.data.TFRecordDataset(files, "GZIP", num_parallel_reads=FILES)
     records = records.map(parse, num_parallel_calls=tf.data.AUTOTUNE)
     return records.apply(tf.data.experimental.assert_cardinality(len(images)))  # or raise
 

@@ -59,17 +59,9 @@ class Examples(keras.metrics.Metric):
         return self.total
 
 
-class Falling(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate that falls with every step."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __call__(self, step):
-        return 0.05 * (1 - tf.cast(step, tf.float32) / self.steps)
-
-    def get_config(self):
-        return {"steps": self.steps}
+def falling(steps):
+    """Return a rate that falls with every step."""
+    return keras.optimizers.schedules.PolynomialDecay(0.05, steps, end_learning_rate=0.0)
 
 
 class Slope(TrainingLoop):
@@ -111,7 +103,7 @@ def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
         held_out,
         epochs=epochs,
         callbacks=watching,
-        optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
+        optimizer=keras.optimizers.Adam(falling(8 * epochs), global_clipnorm=0.5),
         metrics=["accuracy", Examples()],
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
         strategy=strategy,
@@ -128,7 +120,7 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
         model = keras.Sequential([keras.Input((1,)), layer])
     loop = Slope(
         model,
-        optimizer=keras.optimizers.SGD(Falling(epochs * steps)),
+        optimizer=keras.optimizers.SGD(falling(epochs * steps)),
         loss=None,
         metrics=[Examples()],
         strategy=strategy,

@@ -83,7 +83,7 @@ def by_loop(strategy):
     """Train three steps in a call, of two micro-batches each."""
     with strategy.scope():
         model = process_programs.classifier()
-    settings = {"steps_per_loop": 3, "accumulation": 2, "jit": False, "strategy": strategy}
+    settings = {"steps_per_loop": 3, "accumulation": 2, "jit_compile": False, "strategy": strategy}
     train = dataset().filter(lambda *_: True)
     return process_programs.by_loop(model, train, dataset(), epochs=2, **settings)
 

@@ -18,12 +18,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Readers and other writers of `path` see the old file or the new one, never a part. The
     temporary file has the same suffix. Missing directories are created. For a remote `path` it is a
     file of this machine, which is then uploaded.
-
-    >>> directory = tempfile.mkdtemp()
-    >>> with replacing(f"{directory}/new/notes.txt") as file:
-    ...     _ = file.write_text("done")
-    >>> Path(directory, "new", "notes.txt").read_text()
-    'done'
     """
     target = storage.path(path)
     if isinstance(target, storage.RemotePath):

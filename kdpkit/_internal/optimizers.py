@@ -8,10 +8,6 @@ def unscaled(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside a `LossScaleOptimizer`; any other as it is.
 
     Keras wraps optimizers like this in mixed_float16.
-
-    >>> inner = keras.optimizers.SGD(0.1)
-    >>> unscaled(keras.optimizers.LossScaleOptimizer(inner)) is inner
-    True
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if is_scaled else optimizer

@@ -323,6 +323,6 @@ def _with_weights(batch: Batch, weights: np.ndarray) -> Batch:
     return x, y, keras.tree.map_structure(times, weight)
 
 
-@functools.lru_cache(maxsize=4)  # every batch of an epoch needs it
+@functools.lru_cache(maxsize=4)  # all batches of an epoch share it
 def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_examples)

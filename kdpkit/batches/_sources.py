@@ -171,7 +171,7 @@ class _Stream:
         self._iterator: Iterator[Any] = iter(())
         self._last: Any = None  # the example that was read most recently
         self._count = 0  # examples that this iterator has returned
-        self._length: int | None = None  # of an iteration, known once one has ended
+        self._length: int | None = None  # of one iteration; None until one has ended
 
     def __call__(self, index: int) -> Any:
         index = index % self._length if self._length else index

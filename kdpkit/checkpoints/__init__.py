@@ -7,10 +7,4 @@ all variables that training changes, and its position and notes as JSON.
 from kdpkit.checkpoints._directory import CheckpointDirectory, Position, TrainingState
 from kdpkit.checkpoints._variables import assign, values_of
 
-__all__ = [
-    "CheckpointDirectory",
-    "Position",
-    "TrainingState",
-    "assign",
-    "values_of",
-]
+__all__ = ["CheckpointDirectory", "Position", "TrainingState", "assign", "values_of"]

@@ -152,11 +152,11 @@ class CheckpointDirectory:
             self.is_failing = False
         except OSError as error:
             if not self.is_failing:
-                newest = f"the newest state there is of {self.newest}"
+                newest = f"the last complete state there is of {self.newest}"
                 processes.report(
                     f"The training state of {state.position} could not be saved in "
                     f"{self.directory} ({error.strerror or error}); training continues, and "
-                    f"{newest if self.newest else 'there is no state yet'}."
+                    f"{newest if self.newest else 'there is no complete state yet'}."
                 )
             self.is_failing = True
 

@@ -22,8 +22,9 @@ ADDRESSES, COUNT, INDEX = (
 Environ: TypeAlias = Mapping[str, str]
 Arguments: TypeAlias = dict[str, Any]  # of a `ClusterConfig`
 
-_PORTS = range(10_000, 30_000, 16)  # of jobs; below those that Linux gives to connections
-_FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # of SLURM's lists
+# The first ports of jobs, below those from which Linux chooses for connections.
+_PORTS = range(10_000, 30_000, 16)
+_FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # in SLURM's lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _from_tf_config(environ: Environ) -> Arguments:
             TF_CONFIG=config,
         )
     listed = {role: checks.strings(role, cluster.get(role, ())) for role in ROLES}
-    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # which is a program of its own
+    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # an evaluator does not train
         checks.fail(f"TF_CONFIG may have the roles {checks.listed(ROLES)}.", roles=sorted(unknown))
     if len(listed["chief"]) > 1:
         checks.fail("TF_CONFIG may have at most one chief.", chief=listed["chief"])
@@ -105,9 +106,10 @@ def _from_keras(environ: Environ) -> Arguments:
 
 def _numbering(
     name: str,
-    *marks: str,
-    local_count: str | None = None,
+    marks: tuple[str, ...],
+    *,
     first: Callable[[Environ], str | None],
+    local_count: str = "",
 ) -> Launcher:
     """Return a launcher that numbers the processes, and knows the first one's address at most.
 
@@ -115,14 +117,14 @@ def _numbering(
         name: Name of the launcher.
         marks: Variables that it sets; the last two have the index of this process, from 0, and the
             number of all.
-        local_count: The variable that has the number of processes on this machine, if there is one.
         first: Returns the address of the first process, or None.
+        local_count: The variable that has the number of processes on this machine, if there is one.
     """
 
     def read(environ: Environ) -> Arguments:
         index, count = (_integer(mark, environ[mark]) for mark in marks[-2:])
-        local = environ.get(local_count or "")
-        if local and _integer(str(local_count), local) == count:
+        local = environ.get(local_count)
+        if local and _integer(local_count, local) == count:
             # These two variables differ between jobs on one machine, so their ports do, too.
             port = _port_of(environ.get("MASTER_PORT") or environ.get("PMIX_NAMESPACE", ""))
             addresses = [f"localhost:{port + number}" for number in range(count)]
@@ -142,13 +144,13 @@ def _numbering(
 
 
 def _first_of_torchrun(environ: Environ) -> str | None:
-    port = environ.get("MASTER_PORT", "")  # where torchrun itself listens
+    port = environ.get("MASTER_PORT", "")  # at which torchrun itself listens
     return f"{environ['MASTER_ADDR']}:{int(port) + 1}" if port.isdecimal() else None
 
 
 def _first_of_open_mpi(environ: Environ) -> str | None:
     """Return the address of `mpirun`, where the first process is by default."""
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # before Open MPI 5
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # which Open MPI 5 does not set
     match = re.search(r"tcp6?://(\[[^],]+|[^,:\]]+)", uri)
     if not match:
         return None
@@ -196,32 +198,24 @@ LAUNCHERS = (
     # Open MPI comes before SLURM, under which `mpirun` also runs.
     _numbering(
         "JAX",
-        "JAX_COORDINATOR_ADDRESS",
-        "JAX_PROCESS_ID",
-        "JAX_NUM_PROCESSES",
+        ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
         first=lambda environ: environ["JAX_COORDINATOR_ADDRESS"],
     ),
     _numbering(
         "torchrun",
-        "MASTER_ADDR",
-        "RANK",
-        "WORLD_SIZE",
-        local_count="LOCAL_WORLD_SIZE",
+        ("MASTER_ADDR", "RANK", "WORLD_SIZE"),
         first=_first_of_torchrun,
+        local_count="LOCAL_WORLD_SIZE",
     ),
     _numbering(
         "Open MPI",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         first=_first_of_open_mpi,
+        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _numbering(
         "SLURM",
-        "SLURM_STEP_NODELIST",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         first=_first_of_slurm,
     ),
 )

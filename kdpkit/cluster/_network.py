@@ -29,8 +29,8 @@ _INTERFACE = 0xFFFFF008  # where a program finds the number of a packet's networ
 _LOAD_WORD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 
 # A classic BPF program (Linux' Documentation/networking/filter.rst): accept what comes by the
-# loopback interface, which is the first in every network namespace. Each instruction has how many
-# to skip if a comparison holds, and if not.
+# loopback interface, which is the first in every network namespace. The second and third number of
+# an instruction are how many to skip if a comparison holds, and if not.
 _FROM_LOOPBACK = [
     (_LOAD_WORD, 0, 0, _INTERFACE),
     (_IF_EQUAL, 0, 1, 1),

@@ -81,8 +81,8 @@ class Run:
     max_restarts: int
     grace_seconds: float
     restarts: int = 0
-    stop: int | None = None  # the signal that asked to end
-    unwritable: OSError | None = None  # why the output ended
+    stop: int | None = None  # the signal that asked the run to end
+    unwritable: OSError | None = None  # why nothing more can be printed
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)
@@ -158,12 +158,12 @@ class Run:
         self._wait(is_over)
 
     def _note_end(self, process: _Process) -> None:
-        self._events.put(lambda: self._on_end(process))
+        def on_end() -> None:
+            process.has_ended = True
+            if process.exit_code and not process.is_signalled:
+                self.failed.append(process)
 
-    def _on_end(self, process: _Process) -> None:
-        process.has_ended = True
-        if process.exit_code and not process.is_signalled:
-            self.failed.append(process)
+        self._events.put(on_end)
 
     def _may_restart(self) -> bool:
         has_failed = self.failed and self._cause().exit_code != errors.STOPPED

@@ -156,7 +156,8 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> t
     """Shuffle in an order that depends only on the seed; called while a graph is traced."""
     if buffer_size == 0:
         return examples
-    tf.random.set_seed(1)  # of this graph; otherwise the program's global seed changes the order
+    # The seed of this graph; without one the program's global seed would change the order.
+    tf.random.set_seed(1)
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 
@@ -168,9 +169,9 @@ def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: st
 
     def batched(examples: tf.data.Dataset) -> tf.data.Dataset:
         batches = examples.batch(size, drop_remainder=remainder == "drop")
-        return (
-            batches.apply(pad_to_global_batch(size, mode=mode)) if remainder == "pad" else batches
-        )
+        if remainder == "pad":
+            return batches.apply(pad_to_global_batch(size, mode=mode))
+        return batches
 
     return batched
 

@@ -39,7 +39,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     _require_endless_repeats(end)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
-            "The number of batches is unknown, which tells one epoch from the next.",
+            "The number of batches is unknown, so the end of an epoch is, too.",
             last_stage=next(stage for stage in stages if not stage.is_hidden).label,
             remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, where `batches "
             "= sum(1 for _ in dataset)` counts them, or `.repeat()` if the dataset never ends.",
@@ -212,7 +212,7 @@ class _Replay:
             value = _ARGUMENTS.get(name, getattr(dataset, attribute, parameter.default))
             if value is parameter.empty:
                 return None
-            is_data = name in ("padding_values", "initial_state")  # whose type counts
+            is_data = name in ("padding_values", "initial_state")  # whose type must stay
             arguments[name] = value if is_data else tf.nest.map_structure(argument, value)
         rebuilt = type(dataset)(**arguments)
         return rebuilt if rebuilt.element_spec == dataset.element_spec else None

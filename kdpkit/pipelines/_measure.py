@@ -13,7 +13,7 @@ from kdpkit.pipelines._stages import Stage, line, paths
 _JOINS = ("batch", "padded_batch", "ragged_batch", "train_pipeline")
 _REGROUPS = ("rebatch", "group_by_window", "flat_map", "interleave", "unbatch", "window")
 _CLOCK_SECONDS = 0.2
-_TRIES = 3  # the fastest counts, as others were disturbed
+_TRIES = 3  # of which the fastest counts, since other work slows some down
 
 
 def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
@@ -43,10 +43,8 @@ def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     earlier = 0.0  # seconds that a batch takes up to the stage before
     for stage, elements in measured:
         if stage.kind == "shuffle":
-            buffered, available = (
-                int(stage.setting("buffer_size") or 0),
-                stage.inputs[0].cardinality,
-            )
+            buffered = int(stage.setting("buffer_size") or 0)
+            available = stage.inputs[0].cardinality
             if available is not None and available >= 0:
                 buffered = min(buffered, available)
             if buffered * earlier / elements > each:

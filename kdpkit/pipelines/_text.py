@@ -122,7 +122,7 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
 
     def closed(documents: tf.Tensor | tf.RaggedTensor) -> tuple[tf.Tensor, bool]:
         """Concatenate a batch of documents, with an `end` after each."""
-        if not isinstance(documents, tf.RaggedTensor):  # all have one known length
+        if not isinstance(documents, tf.RaggedTensor):  # all documents have one known length
             documents = tf.RaggedTensor.from_tensor(documents)
         ends = tf.fill([documents.nrows(), 1], tf.constant(end, tf.int32))
         return tf.concat([tf.cast(documents, tf.int32), ends], axis=1).flat_values, False

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,21 +23,16 @@ _PAUSE_SECONDS = 0.5  # between two attempts
 
 # TensorFlow raises these, even of calls to servers that run, while it reconnects a worker.
 _TEMPORARY = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
-_T = TypeVar("_T")
 
 
 def serve_if_server() -> None:
     """Serve a chief, if this process is a worker or a parameter server; else return.
 
-    All processes of `ParameterServerStrategy` run one program, and call this before anything else:
-
-        strategies.serve_if_server()  # workers and parameter servers stay here
-        strategy = strategies.select_strategy("parameter_server")  # only the chief comes here
-
-    Import packages with operations of their own, such as tensorflow_text, before. A server serves
-    until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever started it.
-    A worker may be killed and started again at its address while the chief trains. Without
-    parameter servers, which only TF_CONFIG has, all processes return.
+    All processes of `ParameterServerStrategy` run one program, and call this first, after imports
+    of packages with operations of their own, such as tensorflow_text. Only the chief returns, and
+    calls `select_strategy("parameter_server")`; without parameter servers in TF_CONFIG all return.
+    A server serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by
+    whoever started it. A worker may be killed and started again while the chief trains.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
@@ -99,7 +94,7 @@ def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
     return [f"ps {index}" for index, address in servers if _network.problem(address)]
 
 
-def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
+def insist(strategy: tf.distribute.Strategy, call: Callable[[], Any]) -> Any:
     """Make a call of the chief, and repeat it while TensorFlow cancels it to reconnect a worker."""
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:

@@ -114,8 +114,8 @@ class Objective:
         is_of_batch = len(losses.shape) == 0 or getattr(loss, "fn", 0) is keras.losses.circle
         if is_of_batch and self.in_parts:
             checks.fail(
-                "This loss compares the examples of a batch, of which a micro-batch, or a replica, "
-                "has only some.",
+                "This loss computes the examples of a batch together, of which a micro-batch, or a "
+                "replica, has only some.",
                 loss=loss.name,
                 predictions_shape=tuple(prediction.shape),
                 remedy="Train with `accumulation=1` and `jit_compile=False`; if it is to be of "

@@ -190,30 +190,50 @@ class Halving(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.5 * float(rate)
 
 
+class Shuffled(keras.utils.PyDataset):
+    """Shuffles between epochs with random numbers of its own."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.random = np.random.default_rng(3)
+        self.order = np.arange(20)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        rows = self.order[4 * index : 4 * index + 4]
+        return tuple(array[rows] for array in ARRAYS)
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
 @program()
-def with_a_model_not_built_and_a_rate_that_is_lowered_each_epoch(resume, *others):
+def with_a_model_not_built_a_rate_that_is_halved_and_data_that_shuffle_themselves(resume, *others):
     model = Subclassed()
     model.compile("sgd", LOSS, metrics=["accuracy"])
-    model.fit(4, resume.track(batches()), [*others, Halving(), resume])
+    with pytest.warns(UserWarning, match="without workers .workers=3"):
+        train = resume.track(Shuffled(workers=3, use_multiprocessing=True))
+    model.fit(4, train, [*others, Halving(), resume])
     np.testing.assert_allclose(float(model.optimizer.learning_rate), 0.01 / 16, rtol=1e-6)
     return model
 
 
-@program(learning=lambda _: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
-def with_averages_that_are_swapped(resume, *others):
+def averages_and_every_fourth_batch(directory):
+    averages, path = (
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        directory / "last.weights.h5",
+    )
+    saved = keras.callbacks.ModelCheckpoint(path, save_freq=4, save_weights_only=True)
+    return [averages, saved]
+
+
+@program(learning=averages_and_every_fourth_batch)
+def with_averages_that_are_swapped_and_a_checkpoint_of_every_fourth_batch(resume, *others):
     optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8)
-    return fit(compiled(optimizer), resume.track(batches()), *others, *resume.callbacks, resume)
-
-
-def every_fourth_batch(directory):
-    path = directory / "last.weights.h5"
-    return [keras.callbacks.ModelCheckpoint(path, save_freq=4, save_weights_only=True)]
-
-
-@program(learning=every_fourth_batch)
-def with_a_checkpoint_of_every_fourth_batch(resume, *others):
-    model = fit(compiled(), resume.track(batches()), *others, *resume.callbacks, resume)
-    model.load_weights(resume.callbacks[0].filepath)
+    model = fit(compiled(optimizer), resume.track(batches()), *others, *resume.callbacks, resume)
+    model.load_weights(resume.callbacks[1].filepath)
     return model
 
 
@@ -321,36 +341,10 @@ def with_optimizers_in_a_container(resume, *others):
 # Data of every kind.
 
 
-class Shuffled(keras.utils.PyDataset):
-    """Shuffles between epochs with random numbers of its own."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.random = np.random.default_rng(3)
-        self.order = np.arange(20)
-
-    def __len__(self):
-        return STEPS
-
-    def __getitem__(self, index):
-        rows = self.order[4 * index : 4 * index + 4]
-        return tuple(array[rows] for array in ARRAYS)
-
-    def on_epoch_end(self):
-        self.random.shuffle(self.order)
-
-
 def slices():
     import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices(UNEVEN)
-
-
-@program()
-def on_a_dataset_with_workers_that_shuffles_itself(resume, *others):
-    with pytest.warns(UserWarning, match="without workers .workers=3"):
-        train = resume.track(Shuffled(workers=3, use_multiprocessing=True))
-    return fit(compiled(), train, *others, resume)
 
 
 @program("tensorflow")

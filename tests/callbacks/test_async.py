@@ -7,7 +7,8 @@ import threading
 import keras
 import pytest
 
-from kdpkit import batches, callbacks, testing
+from kdpkit import callbacks
+from tests.callbacks.resume_programs import batches, compiled, fit
 
 pytestmark = pytest.mark.jax
 
@@ -15,29 +16,21 @@ pytestmark = pytest.mark.jax
 class Batchwise(keras.callbacks.Callback):
     """A callback of a user, which notes the threads that call it."""
 
-    def __init__(self):
+    def __init__(self, *, async_safe):
         super().__init__()
-        self.threads = set()
+        self.async_safe, self.threads = async_safe, set()
 
     def on_train_batch_end(self, batch, logs=None):
         self.threads.add(threading.current_thread())
 
 
-class Safe(Batchwise):
-    async_safe = True
-
-
 def waits_with(states, *others):
-    spy, resume = Safe(), callbacks.Resume(states)
-    data = testing.toy_classification(64, features=8)
-    train = resume.track(batches.ArrayBatches(data, global_batch_size=8))
-    model = testing.tiny_classifier(features=8)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(train, shuffle=False, verbose=0, callbacks=[spy, *others, resume])
+    spy, resume = Batchwise(async_safe=True), callbacks.Resume(states)
+    fit(compiled(), resume.track(batches()), spy, *others, resume)
     return threading.main_thread() in spy.threads
 
 
 def test_keras_does_not_wait_for_the_usual_set_of_kdpkit(tmp_path):
-    usual = callbacks.training_callbacks(tmp_path, global_batch_size=8)
+    usual = callbacks.training_callbacks(tmp_path, global_batch_size=4)
     assert not waits_with(tmp_path / "usual", *usual)
-    assert waits_with(tmp_path / "own", Batchwise())
+    assert waits_with(tmp_path / "own", Batchwise(async_safe=False))

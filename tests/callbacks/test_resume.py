@@ -234,7 +234,11 @@ LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
 @pytest.mark.parametrize(
     ("full", "failed", "at_the_end"),
     [
-        ([0, 1, 2], [(1, "there is no state yet.")], "has no state: the same program starts"),
+        (
+            [0, 1, 2],
+            [(1, "there is no complete state yet.")],
+            "has no complete state: the same program starts",
+        ),
         (
             [1, 3, 4],
             [(2, "of the end of epoch 1."), (4, "of the end of epoch 3.")],

@@ -25,58 +25,43 @@ def changed(array, index, value):
     return array
 
 
+def case(data, *expected, loss=SPARSE, outputs=3, **settings):
+    """Return data, a model's loss and outputs, other arguments, and the rules of findings."""
+    return data, loss, outputs, settings, [*expected]
+
+
 IN_ORDER = np.sort(Y)
 VECTOR, COLUMN = np.zeros((64, 3), "float32"), np.zeros((64, 1), "float32")
-#: Data, loss, outputs of the model, other arguments, and what is found besides notes.
+IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+PROBABILITIES = np.linspace(0, 1, 64)[:, None]
+SPLIT = {"validation_split": 0.2}
 CASES = {
-    "arrays": ((X, Y), SPARSE, 3, {}, []),
-    "64 bits, which Keras casts": ((X.astype("float64"), Y.astype("int64")), SPARSE, 3, {}, []),
-    "no labels": (X, SPARSE, 3, {}, []),
-    "a NaN": ((changed(X, (5, 2), np.nan), Y), SPARSE, 3, {}, ["not-finite"]),
-    "an infinite weight": ((X, Y, changed(COLUMN[:, 0], 3, np.inf)), SPARSE, 3, {}, ["not-finite"]),
-    "a part of a dictionary": (({"a": VECTOR * np.nan}, None), SPARSE, 3, {}, ["not-finite"]),
-    "labels from 1": ((X, Y + 1), SPARSE, 3, {}, ["labels"]),
-    "labels from -1": ((X, Y - 1), "sparse_categorical_crossentropy", 3, {}, ["labels"]),
-    "a class that is ignored": (
-        (X, changed(Y, 0, -1)),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1),
-        *(3, {}, []),
-    ),
-    "two classes, as 1 and 2": ((X, 1 + COLUMN + (Y == 1)[:, None]), BINARY, 1, {}, ["labels"]),
-    "two classes": ((X, COLUMN + (Y == 1)[:, None]), BINARY, 1, {}, []),
-    "three numbers for one output": ((X, VECTOR), "mse", 1, {}, ["labels"]),
-    "a number for one output": ((X, COLUMN), "mse", 1, {}, []),
-    "numbers without an axis": ((X, COLUMN[:, 0]), "mse", 1, {}, []),
-    "one-hot": ((X, np.eye(3)[Y]), ONE_HOT, 3, {}, []),
-    "classes that only validation has": (
-        (X, IN_ORDER),
-        *(SPARSE, 3, {"validation_split": 0.2, "shuffle": True}, ["split-classes"]),
-    ),
-    "the same, one-hot": (
-        *((X, np.eye(3)[IN_ORDER]), ONE_HOT, 3),
-        *({"validation_split": 0.2}, ["split-classes"]),
-    ),
-    "values in order are no classes": (
-        *((X, np.arange(64)), "mse", 1),
-        *({"validation_split": 0.2, "shuffle": False}, []),
-    ),
-    "probabilities are no classes": (
-        *((X, np.linspace(0, 1, 64)[:, None]), BINARY, 1),
-        *({"validation_split": 0.2, "shuffle": False}, []),
-    ),
-    "a loss of one's own": ((X, VECTOR), lambda y, output: y[:, :1] - output, 1, {}, []),
-    "classes in order": ((X, IN_ORDER), SPARSE, 3, {"shuffle": False}, ["not-shuffled"]),
-    "classes in order, shuffled": ((X, IN_ORDER), SPARSE, 3, {}, []),
-    "classes in no order": ((X, Y), SPARSE, 3, {"shuffle": False}, []),
-    "more steps than batches": (
-        (X, Y),
-        SPARSE,
-        3,
-        {"steps_per_epoch": 5, "batch_size": 16},
-        ["runs-out"],
-    ),
-    "as many steps": ((X, Y), SPARSE, 3, {"steps_per_epoch": 4, "batch_size": 16}, []),
-    "steps that cut the batches": ((X, Y), SPARSE, 3, {"steps_per_epoch": 5}, []),
+    "arrays": case((X, Y)),
+    "64 bits, which Keras casts": case((X.astype("float64"), Y.astype("int64"))),
+    "no labels": case(X),
+    "a NaN": case((changed(X, (5, 2), np.nan), Y), "not-finite"),
+    "an infinite weight": case((X, Y, changed(COLUMN[:, 0], 3, np.inf)), "not-finite"),
+    "a part of a dictionary": case(({"a": VECTOR * np.nan}, None), "not-finite"),
+    "labels from 1": case((X, Y + 1), "labels"),
+    "labels from -1": case((X, Y - 1), "labels", loss="sparse_categorical_crossentropy"),
+    "a class that is ignored": case((X, changed(Y, 0, -1)), loss=IGNORING),
+    "classes 1 and 2": case((X, COLUMN + (Y[:, None] > 0) + 1), "labels", loss=BINARY, outputs=1),
+    "classes 0 and 1": case((X, COLUMN + (Y[:, None] > 0)), loss=BINARY, outputs=1),
+    "three numbers for one output": case((X, VECTOR), "labels", loss="mse", outputs=1),
+    "a number for one output": case((X, COLUMN), loss="mse", outputs=1),
+    "numbers without an axis": case((X, COLUMN[:, 0]), loss="mse", outputs=1),
+    "another loss": case((X, VECTOR), loss=lambda y, output: y[:, :1] - output, outputs=1),
+    "one-hot": case((X, np.eye(3)[Y]), loss=ONE_HOT),
+    "classes of validation": case((X, IN_ORDER), "split-classes", **SPLIT),
+    "the same, one-hot": case((X, np.eye(3)[IN_ORDER]), "split-classes", loss=ONE_HOT, **SPLIT),
+    "values in order": case((X, np.arange(64)), loss="mse", outputs=1, shuffle=False, **SPLIT),
+    "probabilities": case((X, PROBABILITIES), loss=BINARY, outputs=1, shuffle=False, **SPLIT),
+    "classes in order": case((X, IN_ORDER), "not-shuffled", shuffle=False),
+    "classes in order, shuffled": case((X, IN_ORDER)),
+    "classes in no order": case((X, Y), shuffle=False),
+    "more steps than batches": case((X, Y), "runs-out", steps_per_epoch=5, batch_size=16),
+    "as many steps": case((X, Y), steps_per_epoch=4, batch_size=16),
+    "steps that cut the batches": case((X, Y), steps_per_epoch=5),
 }
 
 

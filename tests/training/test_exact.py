@@ -27,7 +27,7 @@ QUICK = [
 ]
 A_SUM = "reduction='sum'"  # the only loss without a divisor
 OTHERS = [name for name, of in SETTINGS.items() if not of.repeats and name not in QUICK]
-# What the backends do differently; `python -m tests.training.exactness` measures all.
+# What the backends do differently; `python -m tools.exactness` measures all.
 TELLING_ON_JAX = [
     "first batch no multiple of the replicas",
     "last batch of one example: replicas without examples",

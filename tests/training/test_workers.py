@@ -19,14 +19,14 @@ pytestmark = pytest.mark.tensorflow
 @given(num_examples=st.integers(0, 40), parts=st.integers(1, 9))
 def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
     found = split(tf.constant(num_examples), parts, range(parts), object())
-    assert tuple(map(int, found.kept)) == tuple(scaling.split_batch(num_examples, parts))
+    assert tuple(map(int, found.unborrowed)) == tuple(scaling.split_batch(num_examples, parts))
     numbers = [
         range(int(start), int(start) + int(count))
         for start, count in zip(found.starts, found.counts, strict=True)
     ]
-    own = [of[: int(kept)] for of, kept in zip(numbers, found.kept, strict=True)]
+    own = [of[: int(kept)] for of, kept in zip(numbers, found.unborrowed, strict=True)]
     assert [number for of in own for number in of] == [*range(num_examples)]
-    for of, kept in zip(numbers, found.kept, strict=True):
+    for of, kept in zip(numbers, found.unborrowed, strict=True):
         assert of == (of[: int(kept)] or numbers[-1])  # its own, or the last one of the batch
         assert not num_examples or (of and of[-1] < num_examples)
 
@@ -39,7 +39,7 @@ def test_the_parts_of_processes_are_those_of_one(num_examples, processes, local)
     for process in range(processes):
         own = range(process * local, (process + 1) * local)
         found = split(total, count, own, object())
-        for name in ("starts", "counts", "kept"):
+        for name in ("starts", "counts", "unborrowed"):
             assert [*map(int, getattr(found, name))] == [int(getattr(one, name)[i]) for i in own]
 
 

@@ -169,7 +169,7 @@ class Resume(keras.callbacks.Callback):
         executions = math.ceil(self._steps_per_epoch / execution)
         return Position(0, epoch * executions * execution + position.step)
 
-    # The begin of training.
+    # The start of training.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest state, and restore it if it is of the end of an epoch."""
@@ -306,7 +306,7 @@ class Resume(keras.callbacks.Callback):
             self._ignored_warnings.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Your input ran out of data")
         elif state:
-            # The begin of training may have reset a callback after it was restored.
+            # The start of training may have reset a callback after it was restored.
             for callback, values in zip(self.callbacks, state.notes["callbacks"], strict=True):
                 if callback_state.was_reset(callback, values):
                     checks.fail(
@@ -452,10 +452,10 @@ class Resume(keras.callbacks.Callback):
     def _newest_state(self) -> str:
         directory, newest = self._checkpoints.directory, self._checkpoints.newest
         if newest is None:
-            return f"{directory} has no state: the same program starts from its beginning."
+            return f"{directory} has no complete state: the same program starts from its beginning."
         return (
-            f"The newest state in {directory} is of {newest}, and the same program continues from "
-            "there."
+            f"The last complete state in {directory} is of {newest}, and the same program continues"
+            " from there."
         )
 
     def _leave(self) -> None:

@@ -7,7 +7,7 @@ A dataset that counts its epochs begins afterwards where it did before, except f
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -143,12 +143,9 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     if are_arrays(dataset):
         last = (num_examples(dataset) - 1) // size * size
         return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
-    iterator = (
-        None if isinstance(dataset, str) or not isinstance(dataset, Iterable) else iter(dataset)
-    )
-    if iterator is None or iterator is dataset:
+    if isinstance(dataset, str | Iterator) or not isinstance(dataset, Iterable):
         return None
-    first = next(iterator, None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
+    first = next(iter(dataset), None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
     return first, getattr(dataset, "element_spec", first)
 
 

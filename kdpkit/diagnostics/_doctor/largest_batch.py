@@ -98,9 +98,7 @@ def _trains(trainer: Any, data: batches.Batches, examples: int) -> bool:
             batch = keras.tree.map_structure(
                 lambda part: part if part is None else np.asarray(part)[which], data.first
             )
-            repeated = batches.repeated(batch)
-            fit(repeated, epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)
-            del repeated
+            fit(batches.repeated(batch), epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)
             # JAX raises where a result is read that was computed meanwhile, or was not.
             checkpoints.values_of({"model": model.variables[:1]})
     except Exception as error:
@@ -113,15 +111,15 @@ def _trains(trainer: Any, data: batches.Batches, examples: int) -> bool:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError):
+        return True
     if keras.backend.backend() == "jax":
         import jax
 
         # On accelerators, and on a CPU, where the library of its kernels gives no other reason.
         reasons = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
         is_of_backend = isinstance(error, jax.errors.JaxRuntimeError)
-        return isinstance(error, MemoryError) or (
-            is_of_backend and any(reason in str(error) for reason in reasons)
-        )
+        return is_of_backend and any(reason in str(error) for reason in reasons)
     import tensorflow as tf
 
-    return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
+    return isinstance(error, tf.errors.ResourceExhaustedError)

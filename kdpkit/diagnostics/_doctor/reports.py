@@ -77,7 +77,7 @@ def check_input(
     for name, part in data.items():
         if batches.is_tf_dataset(part):
             settings = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "replicas": replicas}
-            findings += _of_pipeline(name, part, model, **settings)
+            findings += _of_pipeline(name, part, model, settings)
             continue
         argument = "dataset" if name == "train" else "validation_data"
         is_arrays = batches.are_arrays(part)
@@ -91,7 +91,7 @@ def check_input(
 
 
 def _of_pipeline(
-    name: str, dataset: Any, model: Any, **settings: Any
+    name: str, dataset: Any, model: Any, settings: dict[str, Any]
 ) -> Iterator[check_results.Finding]:
     from kdpkit import pipelines  # TensorFlow is there
 

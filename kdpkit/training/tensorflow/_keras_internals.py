@@ -330,10 +330,9 @@ def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 def repeat_calls_on_servers(insist: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let the chief's reads and assignments of variables on parameter servers be repeated.
+    """Let `insist` repeat the chief's reads and assignments of variables on parameter servers.
 
-    They are made wherever a variable is used: in callbacks and metrics, in saving, in the user's
-    program. `insist` makes a call, and may repeat it, because none of them adds to a value.
+    They are made wherever a variable is used: in callbacks, in saving, in the user's program.
     """
     for name in ("read_variable_op", "assign_variable_op", "var_is_initialized_op"):
         original = getattr(gen_resource_variable_ops, name)
