@@ -10,12 +10,12 @@ from kdpkit.training import TrainingLoop
 
 def trained_by_loop(model, **settings):
     """Make a compiled model's `fit`, `evaluate` and `predict` those of a `TrainingLoop`."""
-    given = model._compile_config.config  # what the setting passed to `compile`
+    compiled = model._compile_config.config  # what the setting passed to `compile`
     names = ("optimizer", "loss", "metrics", "loss_weights", "weighted_metrics")
-    arguments = {name: given.get(name) for name in names}
+    arguments = {name: compiled.get(name) for name in names}
     arguments |= {
-        "steps_per_loop": given.get("steps_per_execution", 1),
-        "jit_compile": given.get("jit_compile", "auto"),
+        "steps_per_loop": compiled.get("steps_per_execution", 1),
+        "jit_compile": compiled.get("jit_compile", "auto"),
     }
     loop = TrainingLoop(model, **arguments | settings)
 

@@ -18,40 +18,32 @@ from kdpkit import sharding, strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
 from tests.training import exactness
 from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy
+from tests.training.programs import CustomStep, network
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
+NO_EXAMPLES = "last batch of one example: replicas without examples"
+ACCUMULATION = "gradient_accumulation_steps with a schedule and clipping"
+WEIGHTED = "reduction='mean_with_sample_weight'"
+MASKED = "Embedding(mask_zero=True) and LSTM, a loss for every token"
 QUICK = [
-    "last batch of one example: replicas without examples",
+    NO_EXAMPLES,
     "synchronized BatchNormalization, replicas without examples",
-    "gradient_accumulation_steps with a schedule and clipping",
+    ACCUMULATION,
 ]
-A_SUM = "reduction='sum'"  # the only loss without a divisor
-OTHERS = [name for name, of in SETTINGS.items() if not of.repeats and name not in QUICK]
+OTHERS = [name for name, s in SETTINGS.items() if not s.repeats and name not in QUICK]
 # What the backends do differently; `python -m tools.exactness` measures all.
-TELLING_ON_JAX = [
-    "first batch no multiple of the replicas",
-    "last batch of one example: replicas without examples",
-    "reduction='mean_with_sample_weight'",
-    "several outputs with loss_weights",
-    "sparse features",
-    "validation, evaluate and predict, uneven",
-    "BatchNormalization, replicas without examples",
-    "Dropout",
-    "gradient_accumulation_steps with a schedule and clipping",
-    "steps_per_execution=2",
-]
-TELLING_OF_A_LOOP_ON_JAX = [
-    "last batch of one example: replicas without examples",
-    "reduction='mean_with_sample_weight'",
-    "sparse features",
-    "Embedding(mask_zero=True) and LSTM, a loss for every token",
-]
-TELLING_WHERE_DEVICES_SHARE = [
-    "last batch of one example: replicas without examples",
-    "sparse features",
-    "Embedding(mask_zero=True) and LSTM, a loss for every token",
-    "gradient_accumulation_steps with a schedule and clipping",
-]
+ON_JAX_BY_COLUMN = {
+    "replica_exact on JAX": [
+        *(NO_EXAMPLES, ACCUMULATION, WEIGHTED, "Dropout", "sparse features"),
+        "first batch no multiple of the replicas",
+        "several outputs with loss_weights",
+        "validation, evaluate and predict, uneven",
+        "BatchNormalization, replicas without examples",
+        "steps_per_execution=2",
+    ],
+    "TrainingLoop on JAX": [NO_EXAMPLES, WEIGHTED, "sparse features", MASKED],
+    exactness.SHARED: [NO_EXAMPLES, "sparse features", MASKED, ACCUMULATION],
+}
 X, Y = testing.toy_classification(9)
 
 
@@ -72,18 +64,14 @@ def compiled_on(strategy, make=testing.tiny_classifier, optimizer="sgd", **argum
 def cells():
     slow = pytest.mark.slow
     if ON_JAX:
-        both = ["replica_exact on JAX", "TrainingLoop on JAX"]
-        return [
-            *exactness.cells(TELLING_ON_JAX, both[:1], slow, pytest.mark.jax),
-            *exactness.cells(TELLING_OF_A_LOOP_ON_JAX, both[1:], slow, pytest.mark.jax),
-            *exactness.cells(
-                TELLING_WHERE_DEVICES_SHARE, [exactness.SHARED], slow, pytest.mark.jax
-            ),
-        ]
+        columns = ON_JAX_BY_COLUMN.items()
+        by_column = [exactness.cells(names, [c], slow, pytest.mark.jax) for c, names in columns]
+        return [*itertools.chain(*by_column)]
     return [
         *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
-        *exactness.cells([*QUICK, A_SUM], ["TrainingLoop"], slow),
+        # A sum is the only loss without a divisor.
+        *exactness.cells([*QUICK, "reduction='sum'"], ["TrainingLoop"], slow),
     ]
 
 
@@ -224,7 +212,7 @@ def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
 
 
 class Lookahead(keras.optimizers.SGD):
-    """Goes back half of the way to slow weights at every third step (Zhang et al. 2019)."""
+    """Goes back a part of the way to slow weights at every step (Zhang et al. 2019)."""
 
     def build(self, variables):
         super().build(variables)
@@ -235,10 +223,8 @@ class Lookahead(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
         slow = self.slow[self._get_variable_index(variable)]
-        is_third = keras.ops.equal((self.iterations + 1) % 3, 0)
-        between = slow + 0.5 * (variable - slow)
-        slow.assign(keras.ops.where(is_third, between, slow))
-        variable.assign(keras.ops.where(is_third, between, variable))
+        slow.assign(0.9 * slow + 0.1 * variable)
+        variable.assign(0.5 * (slow + variable))
 
 
 def towers():
@@ -247,10 +233,13 @@ def towers():
     return keras.Model([one, other], [dense(1, name="p")(one), dense(1, name="q")(other)])
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_parts_of_other_lengths_are_the_same_on_replicas():
     parts = (X[:3], X), (Y[:3], Y)
-    spec = tf.nest.map_structure(lambda of: tf.TensorSpec([None, *of.shape[1:]], of.dtype), parts)
+    spec = tf.nest.map_structure(
+        lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), parts
+    )
     data = tf.data.Dataset.from_generator(lambda: iter([parts]), output_signature=spec)
     data = data.apply(tf.data.experimental.assert_cardinality(1))
     found = []
@@ -313,23 +302,6 @@ def test_a_batch_of_any_kind_is_split(make, batch):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-class Autoencoder(keras.Sequential):
-    """Has a `fit` of its own."""
-
-    def fit(self, images, rounds=1):
-        return super().fit(images, images, epochs=rounds, batch_size=4, verbose=0)
-
-
-@pytest.mark.tensorflow
-def test_a_fit_of_ones_own_is_called_as_it_is_written():
-    with mirrored(2).scope():
-        model = replica_exact(Autoencoder([keras.layers.Dense(4)]))
-        model.compile("sgd", "mse")
-    assert len(model.fit(images=X, rounds=2).history["loss"]) == 2
-    with pytest.raises(TypeError, match="images"):
-        model.fit()
-
-
 @pytest.mark.tensorflow
 def test_a_step_that_is_set_on_the_model_afterwards_sees_the_global_batch():
     model = replica_exact(compiled_on(mirrored(2)))
@@ -338,20 +310,16 @@ def test_a_step_that_is_set_on_the_model_afterwards_sees_the_global_batch():
     assert logs == {"examples": [9]}
 
 
-class Stepping(keras.Model):
+class Stepping(CustomStep):
     """Has an optimizer that is no attribute of it."""
 
     def __init__(self, optimizer):
-        super().__init__()
-        self.dense = keras.layers.Dense(3)
+        super().__init__(network(3, inputs=4))
         self.apply_gradients = optimizer.apply_gradients
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self.dense(data[0]) ** 2)
-        pairs = zip(tape.gradient(loss, self.dense.weights), self.dense.weights, strict=True)
-        self.apply_gradients(pairs)
-        return {"loss": loss}
+    def update(self, tape, loss):
+        weights = self.trainable_variables
+        self.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
 
 @pytest.mark.tensorflow

@@ -23,7 +23,7 @@ class Function(layers.Layer):
         super().__init__()
         self.function, self.initial = function, initial
         self.seeds = keras.random.SeedGenerator(3)
-        self.kept, self.calls = {}, 0
+        self.memory, self.calls = {}, 0
         self.generator = np.random.default_rng(3)
 
     def build(self, shape):  # noqa: ARG002  # Keras' signature
@@ -102,7 +102,7 @@ def _drawn_special(self, x):
 
 
 def _keeping(self, x):
-    self.kept["mean"] = ops.mean(x)
+    self.memory["mean"] = ops.mean(x)
     return x
 
 
@@ -126,18 +126,18 @@ def _counting_in_its_module(_, x):
 
 
 def _counting_in_a_container(self, x):
-    self.kept["calls"] = [*self.kept.get("calls", []), 1]
+    self.memory["calls"] = [*self.memory.get("calls", []), 1]
     return x
 
 
 def _other_at_first(self, x):
-    is_first = "called" not in self.kept
-    self.kept["called"] = True
+    is_first = "called" not in self.memory
+    self.memory["called"] = True
     return 2 * x if is_first else x
 
 
 def _noting_a_shape(self, x):
-    self.kept["shape"] = x.shape
+    self.memory["shape"] = x.shape
     print("a line that nobody wants")  # noqa: T201  # as users do
     return x
 
@@ -211,7 +211,7 @@ MIXES = {
     "its gradient has a least norm": _with_gradient(_at_least),
     "mixed by a negative weight": _mixed_by_a_negative_weight,
     "a weight's gradient is clipped": (
-        _gradient_of_weight(lambda of_each: tf.clip_by_value(tf.reduce_sum(of_each), -0.1, 0.1))
+        _gradient_of_weight(lambda each: tf.clip_by_value(tf.reduce_sum(each), -0.1, 0.1))
     ),
 }
 HAS_EFFECTS = {
@@ -313,7 +313,7 @@ def _state(layer):
 
 
 def _with_many_effects(self, x):
-    self.kept["shape"] = x.shape
+    self.memory["shape"] = x.shape
     self.calls += 1
     FEATURES.append(x)
     self.count.assign_add(1.0)
@@ -337,7 +337,7 @@ def test_nothing_of_a_trial_is_seen_on_any_replica(capfd):
     tf.function(step, autograph=False).get_concrete_function()
     assert verdicts == [False]
     assert layer.calls == 1
-    assert layer.kept == {"shape": X.shape}
+    assert layer.memory == {"shape": X.shape}
     assert [*map(id, layer._losses)] == [*map(id, losses)]
     assert len(FEATURES) == 1
     FEATURES.clear()

@@ -116,11 +116,11 @@ def inputs_of_layers():
 def arguments_of(layer):
     parameters = inspect.signature(layer.__init__).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty]
-    given = {name: ARGUMENTS[name] for name in needed if name in ARGUMENTS}
-    given |= MORE.get(layer.__name__, {})
+    arguments = {name: ARGUMENTS[name] for name in needed if name in ARGUMENTS}
+    arguments |= MORE.get(layer.__name__, {})
     if layer.__name__.endswith("ImageConverter"):
-        given["image_size"] = (4, 4)
-    return {name: value() if callable(value) else value for name, value in given.items()}
+        arguments["image_size"] = (4, 4)
+    return {name: value() if callable(value) else value for name, value in arguments.items()}
 
 
 def least_rank(layer):
@@ -133,12 +133,12 @@ def least_rank(layer):
 
 def made(name, settings=None):
     """Return a layer, and what it was called on; None if that takes more than few arguments."""
-    of = classes()[name]
+    kind = classes()[name]
     for inputs in inputs_of_layers():
-        if min(tensor.shape.rank for tensor in tf.nest.flatten(inputs)) < least_rank(of):
+        if min(tensor.shape.rank for tensor in tf.nest.flatten(inputs)) < least_rank(kind):
             continue
         try:
-            layer = of(**(settings or arguments_of(of)))
+            layer = kind(**(settings or arguments_of(kind)))
             layer(*inputs, training=True)
         except Exception:  # of any kind: the next inputs may fit
             continue

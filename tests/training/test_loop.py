@@ -220,7 +220,7 @@ CASES = {
     "micro-batches of random numbers on one device": Case(
         {"accumulation": 2},
         drawing,
-        lambda: batches(4, 12).map(lambda *of: [tf.ensure_shape(x, [4, *x.shape[1:]]) for x in of]),
+        lambda: batches(4, 12).map(lambda *xs: [tf.ensure_shape(x, [4, *x.shape[1:]]) for x in xs]),
         sgd(learning_rate=0.1),
         replicas=1,
     ),
@@ -582,7 +582,9 @@ def spread(y, predictions):
     return cross_entropy()(y, predictions) + keras.ops.std(predictions, axis=0)[0] + 0.0 * y
 
 
-@pytest.mark.parametrize("settings", [{"loop": Contrastive}, {"build": centring}])
+@pytest.mark.parametrize(
+    "settings", [{"loop": Contrastive}, pytest.param({"build": centring}, marks=pytest.mark.slow)]
+)
 def test_it_is_compared_on_replicas_as_on_one_device(settings):
     assert_same(trained(1, **settings), trained(3, **settings))
 

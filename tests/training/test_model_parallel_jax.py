@@ -73,14 +73,7 @@ class LanguageModel(keras.Model):
 def vision():
     import keras_hub
 
-    backbone = keras_hub.models.ViTBackbone(
-        image_shape=(16, 16, 3),
-        patch_size=4,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=WIDTH,
-        mlp_dim=128,
-    )
+    backbone = keras_hub.models.ViTBackbone((16, 16, 3), 4, 2, 4, WIDTH, 128)
     return keras.Sequential([backbone, layers.Flatten(), layers.Dense(10)])
 
 
@@ -122,7 +115,7 @@ def recurrent():
     return keras.Sequential([keras.Input((LENGTH,)), *names, layers.GRU(24), layers.Dense(10)])
 
 
-OWN = {of.__name__: of for of in (vision, own_transformer, convolutional, recurrent)}
+BUILDERS = {b.__name__: b for b in (vision, own_transformer, convolutional, recurrent)}
 BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
 
 
@@ -136,7 +129,7 @@ def trained(name, distribution=None, *, by_loop=False, **settings):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     with distribution.scope() if distribution else contextlib.nullcontext():
-        model = OWN[name]() if name in OWN else LanguageModel(name)
+        model = BUILDERS[name]() if name in BUILDERS else LanguageModel(name)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSS_ENTROPY, metrics=["accuracy"])
         x, y = data_of(name)
         model(x[:1])  # builds it
@@ -180,7 +173,7 @@ def collectives(model, x, distribution):
     with distribution.scope():
         placed = place_batch(x, as_mesh(distribution))
         variables = model.trainable_variables, model.non_trainable_variables
-        values = [[variable.value for variable in of] for of in variables]
+        values = [[variable.value for variable in group] for group in variables]
         program = jax.jit(functools.partial(model.stateless_call, training=False))
         text = program.lower(*values, placed).compile().as_text()
     names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
@@ -193,8 +186,8 @@ def collectives(model, x, distribution):
     "family",
     [
         "Llama3",
-        *(pytest.param(of, marks=pytest.mark.slow) for of in ("Gemma", "GPT2", "T5")),
-        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in REPEATING),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma", "GPT2", "T5")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REPEATING),
     ],
 )
 def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
@@ -210,8 +203,11 @@ def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(of, marks=pytest.mark.slow) for of in ("own_transformer", "convolutional")),
-        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in ("vision", "recurrent")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("own_transformer", "convolutional")
+        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vision", "recurrent")),
     ],
 )
 def test_a_model_of_ones_own_trains_as_on_one_device(name):
@@ -254,19 +250,12 @@ def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, by_
     assert all(v.size == 4 * v.addressable_shards[0].data.size for v in of_optimizer)
 
 
-def keras_distribution(layouts=None):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
-    layout_map = keras.distribution.LayoutMap(mesh)
-    for pattern, axes in (layouts or {}).items():
-        layout_map[pattern] = axes
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-
-
 @pytest.mark.parametrize("by_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device(by_loop):
-    distribution = keras_distribution(
-        {".*embeddings": ("model", None), ".*kernel": (None, "model")}
-    )
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*embeddings"], layout_map[".*kernel"] = ("model", None), (None, "model")
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
     model, _ = trained("own_transformer", distribution, by_loop=by_loop)
     assert_trained_as_one(model, "own_transformer", by_loop=by_loop)
     kernel = next(v for v in model.weights if v.path.endswith("kernel"))
@@ -287,21 +276,26 @@ def test_examples_that_a_step_cuts_out_are_looked_up_without_padding(by_loop):
             more = ops.mean(self.head(self.table(tokens[:3])))
             return self.head(self.table(tokens)) + more
 
-    OWN["of_three"] = OfThree
+    BUILDERS["of_three"] = OfThree
     try:
         model, _ = trained("of_three", sharding.ModelParallel(4, model=2), by_loop=by_loop)
         assert_trained_as_one(model, "of_three", by_loop=by_loop)
     finally:
-        del OWN["of_three"]
+        del BUILDERS["of_three"]
 
 
-def test_a_model_that_was_built_before_is_shared_then():
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_a_model_that_was_built_before_is_shared_then(by_loop):
     keras.utils.set_random_seed(0)
-    model = own_transformer()
-    model.compile("sgd", CROSS_ENTROPY)
-    distribution = sharding.ModelParallel(4, model=2)
-    with distribution.scope():
-        training.replica_exact(model).fit(*data_of("own_transformer"), batch_size=10, verbose=0)
+    model, distribution = own_transformer(), sharding.ModelParallel(4, model=2)
+    data = ArrayBatches(data_of("own_transformer"), global_batch_size=8)
+    if by_loop:
+        settings = {"optimizer": "adam", "loss": CROSS_ENTROPY, "strategy": distribution}
+        training.TrainingLoop(model, **settings).fit(data, epochs=1, verbose=0)
+    else:
+        model.compile("sgd", CROSS_ENTROPY)
+        with distribution.scope():
+            training.replica_exact(model).fit(data, verbose=0)
     assert share_on_a_device(model) <= 0.56
 
 
@@ -349,10 +343,10 @@ def test_own_layouts_come_first_and_what_matches_nothing_raises():
         [layers.Embedding(VOCABULARY, WIDTH, name="embedding"), layers.Dense(2)]
     )
     late.compile("sgd", "mse")
-    own = sharding.ModelParallel(
+    late_layouts = sharding.ModelParallel(
         4, model=2, layout_map={"sequential.*/embeddings": (None, "model")}
     )
-    with own.scope():  # a model that `fit` builds
+    with late_layouts.scope():  # a model that `fit` builds
         training.replica_exact(late).fit(TOKENS[:4], np.zeros((4, LENGTH, 2)), verbose=0)
     assert tuple(late.weights[0].value.sharding.spec) == (None, "model")
     wrong = sharding.ModelParallel(4, model=2, layout_map={"embeding/embeddings": ("model", None)})
@@ -410,15 +404,6 @@ def test_convolutions_in_groups_raise_where_xla_is_wrong(layer, by_loop):
             trainer.fit(data, epochs=1)
 
 
-def test_a_loop_shares_a_model_that_was_built_before():
-    keras.utils.set_random_seed(0)
-    model = own_transformer()
-    strategy = sharding.ModelParallel(4, model=2)
-    loop = training.TrainingLoop(model, optimizer="adam", loss=CROSS_ENTROPY, strategy=strategy)
-    loop.fit(ArrayBatches(data_of("own_transformer"), global_batch_size=8), epochs=1, verbose=0)
-    assert share_on_a_device(model) <= 0.56
-
-
 def test_a_batch_axis_of_another_name_is_one_sentence():
     mesh = keras.distribution.DeviceMesh((2, 2), ["model", "data"], [f"cpu:{i}" for i in range(4)])
     layout_map = keras.distribution.LayoutMap(mesh)
@@ -431,11 +416,11 @@ def test_a_large_variable_that_stays_complete_is_told_once():
     with (
         pytest.warns(
             UserWarning, match=r"`kernel` of the Dense .*\(71, 73\).*stays complete"
-        ) as of,
+        ) as shown,
         sharding.ModelParallel(4, model=2).scope(),
     ):
         keras.Sequential([keras.Input((71,)), layers.Dense(73), layers.Dense(71)])
-    assert len(of) == 1
+    assert len(shown) == 1
 
 
 def test_variables_are_described_with_what_a_device_holds():

@@ -9,6 +9,7 @@ import tensorflow as tf
 from kdpkit import testing
 from kdpkit.training import check_parity, replica_exact
 from tests.training.exactness import cross_entropy
+from tests.training.programs import CustomStep, network
 
 X, Y = testing.toy_classification(8)
 
@@ -119,23 +120,19 @@ def test_an_optimizer_that_differs_on_equal_gradients_is_named():
     assert "by the optimizer" in str(report)
 
 
-class TwoOptimizers(keras.Model):
+class TwoOptimizers(CustomStep):
     """A model whose optimizers are not `model.optimizer`."""
 
     def __init__(self):
-        super().__init__()
-        self.body, self.head = (
-            keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]) for _ in range(2)
-        )
-        self.for_body, self.for_head = keras.optimizers.SGD(1e-5), keras.optimizers.SGD(1e-4)
-        self.mean = cross_entropy()
+        super().__init__(network(4, inputs=4))
+        self.head = network(3, inputs=4)
+        self.optimizers = keras.optimizers.SGD(1e-5), keras.optimizers.SGD(1e-4)
 
     def train_step(self, data):
         with tf.GradientTape(persistent=True) as tape:
-            loss = self.mean(data[1], self.head(self.body(data[0])))
-        for optimizer, part in ((self.for_body, self.body), (self.for_head, self.head)):
-            variables = part.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
+            loss = cross_entropy()(data[1], self.head(self.net(data[0])))
+        for optimizer, part in zip(self.optimizers, (self.net, self.head), strict=True):
+            self.update(tape, loss, part.trainable_variables, optimizer)
         return {"loss": loss}
 
 

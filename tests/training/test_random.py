@@ -35,11 +35,11 @@ def drawn(replicas, draw, rows, *, jit=False):
     @tf.function(autograph=False)
     def run(x):
         step = Step(mesh, None, batch_norm="global")
-        of = split(tf.shape(x)[0], replicas, range(replicas), object())
+        division = split(tf.shape(x)[0], replicas, range(replicas), object())
         parts = []
-        for index, (start, count, kept) in enumerate(zip(*of[1:4], strict=True)):
+        for index, (start, count, kept) in enumerate(zip(*division[1:4], strict=True)):
             shard = x[start : start + count]
-            part = Part(step, index, of)
+            part = Part(step, index, division)
             with running(step, part), PartScope(part, {}):
                 numbers = tf.function(draw, jit_compile=True)(shard) if jit else draw(shard)
             parts.append(numbers[: tf.shape(numbers)[0] // count * kept])
@@ -50,7 +50,7 @@ def drawn(replicas, draw, rows, *, jit=False):
     )
 
 
-def of(function, *shape, **settings):
+def drawing(function, *shape, **settings):
     def draw(x):
         size = keras.ops.shape(x)[0]
         return getattr(keras.random, function)((size, *shape), seed=11, **settings)
@@ -67,12 +67,12 @@ def of(function, *shape, **settings):
     dtype=st.sampled_from(["float32", "float64", "bfloat16", "float16"]),
 )
 def test_numbers_are_those_of_one_device(replicas, rows, width, function, dtype):
-    draw = of(function, width, dtype=dtype)
+    draw = drawing(function, width, dtype=dtype)
     np.testing.assert_array_equal(drawn(replicas, draw, rows), drawn(None, draw, rows))
 
 
 def test_xla_draws_the_same_for_any_number_of_replicas():
-    draw = of("normal", 3)
+    draw = drawing("normal", 3)
     two = drawn(2, draw, 7, jit=True)
     np.testing.assert_array_equal(drawn(4, draw, 7, jit=True), two)
     assert np.unique(two).size == two.size
@@ -82,10 +82,10 @@ DRAWINGS = {
     "dropout of whole examples": lambda x: keras.random.dropout(
         keras.ops.ones_like(x), 0.5, noise_shape=(keras.ops.shape(x)[0], 1), seed=11
     ),
-    "truncated_normal": of("truncated_normal", 5),
-    "randint": of("randint", 5, minval=0, maxval=100),
-    "gamma": of("gamma", 5, alpha=2.0),
-    "beta": of("beta", 1, alpha=0.4, beta=0.4),
+    "truncated_normal": drawing("truncated_normal", 5),
+    "randint": drawing("randint", 5, minval=0, maxval=100),
+    "gamma": drawing("gamma", 5, alpha=2.0),
+    "beta": drawing("beta", 1, alpha=0.4, beta=0.4),
     "several entries for each example": lambda x: keras.random.uniform(
         (3 * keras.ops.shape(x)[0], 5), seed=3
     ),

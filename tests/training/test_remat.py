@@ -167,6 +167,6 @@ def test_it_needs_a_part_of_the_memory():
         compiled = lowered.compile(compiler_options=ordered)
         return compiled.memory_analysis().temp_size_in_bytes / (512 * 512 * 4)
 
-    kept = activations(remat=False)
-    assert kept > 23  # four of each block, three with JAX 0.12
-    assert activations(remat=True) < kept / 2
+    complete = activations(remat=False)
+    assert complete > 23  # four of each block, three with JAX 0.12
+    assert activations(remat=True) < complete / 2

@@ -92,10 +92,10 @@ class OwnStep(keras.Sequential):
 
 
 def by_own_step(model):
-    own = OwnStep(model.layers)
-    own.build(model.input_shape)
-    by_fit(own)
-    model.optimizer = own.optimizer
+    custom = OwnStep(model.layers)
+    custom.build(model.input_shape)
+    by_fit(custom)
+    model.optimizer = custom.optimizer
 
 
 def with_frozen_and_low_rank_weights(model):

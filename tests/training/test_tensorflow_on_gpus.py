@@ -97,9 +97,9 @@ def test_parity_is_checked_without_tensor_float_32():
 def test_with_deterministic_operations_replicas_train_the_same_bits_again():
     def trained():
         with strategies.select_strategy("mirrored", devices=2).scope():
-            own = replica_exact(model())
-        own.fit(data(), epochs=2, verbose=0)
-        return np.concatenate([weight.ravel() for weight in own.get_weights()])
+            exact = replica_exact(model())
+        exact.fit(data(), epochs=2, verbose=0)
+        return np.concatenate([weight.ravel() for weight in exact.get_weights()])
 
     tf.config.experimental.enable_op_determinism()
     try:

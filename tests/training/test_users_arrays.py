@@ -28,7 +28,7 @@ def arrays():
 
 
 class Views(keras.utils.PyDataset):
-    """Gives views of arrays as batches."""
+    """Batches that are views of arrays."""
 
     def __init__(self, x, y):
         super().__init__()

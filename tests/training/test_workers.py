@@ -24,11 +24,11 @@ def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
         range(int(start), int(start) + int(count))
         for start, count in zip(found.starts, found.counts, strict=True)
     ]
-    own = [of[: int(kept)] for of, kept in zip(numbers, found.unborrowed, strict=True)]
-    assert [number for of in own for number in of] == [*range(num_examples)]
-    for of, kept in zip(numbers, found.unborrowed, strict=True):
-        assert of == (of[: int(kept)] or numbers[-1])  # its own, or the last one of the batch
-        assert not num_examples or (of and of[-1] < num_examples)
+    parts_kept = [part[: int(kept)] for part, kept in zip(numbers, found.unborrowed, strict=True)]
+    assert [number for part in parts_kept for number in part] == [*range(num_examples)]
+    for part, part_kept in zip(numbers, parts_kept, strict=True):
+        assert part == (part_kept or numbers[-1])  # its examples, or the last one of the batch
+        assert not num_examples or (part and part[-1] < num_examples)
 
 
 @settings(max_examples=30)
@@ -37,10 +37,12 @@ def test_the_parts_of_processes_are_those_of_one(num_examples, processes, local)
     count, total = processes * local, tf.constant(num_examples)
     one = split(total, count, range(count), object())
     for process in range(processes):
-        own = range(process * local, (process + 1) * local)
-        found = split(total, count, own, object())
+        indices = range(process * local, (process + 1) * local)
+        found = split(total, count, indices, object())
         for name in ("starts", "counts", "unborrowed"):
-            assert [*map(int, getattr(found, name))] == [int(getattr(one, name)[i]) for i in own]
+            assert [*map(int, getattr(found, name))] == [
+                int(getattr(one, name)[i]) for i in indices
+            ]
 
 
 def opened(monkeypatch, *fingerprints):
@@ -52,7 +54,7 @@ def opened(monkeypatch, *fingerprints):
 
     def total(mesh, tensor, channel):  # noqa: ARG001  # as of all processes
         sums = [tf.reduce_sum(tf.cast(row, tf.int64), axis=0) for row in rows]
-        return tf.add_n([tf.stack([of[0], of[1], of[1] * of[1]]) for of in sums])
+        return tf.add_n([tf.stack([s[0], s[1], s[1] * s[1]]) for s in sums])
 
     monkeypatch.setattr(_global_batches, "total", total)
     mesh = types.SimpleNamespace(num_processes=len(rows))

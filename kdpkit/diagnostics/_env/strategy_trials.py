@@ -1,9 +1,7 @@
 """`kdpkit env --try`: two training steps with every strategy that this machine has.
 
-Each runs in processes of its own, under a time limit, as TensorFlow and JAX may hang, or end the
-process that loads them. By hand, to see all that one prints:
-
-    python -m kdpkit.diagnostics._env.strategy_trials mirrored
+Each runs in its own processes, under a time limit: TensorFlow and JAX may hang, or end the process.
+`python -m kdpkit.diagnostics._env.strategy_trials mirrored` shows all that one prints.
 """
 
 import json
@@ -74,15 +72,16 @@ def run(
     """Run a module outside of any cluster; return the result, with its report or the reason."""
     inherited = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:
         ended = subprocess.run(  # noqa: S603 this Python
             [sys.executable, "-m", *words],
             env=inherited | quiet | dict(variables),
             stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
             timeout=timeout_seconds,
             check=False,
-            **settings,
         )
     except subprocess.TimeoutExpired:
         limit = f"It did not end within {timeout_seconds:g} s. Allow it longer with --timeout."
@@ -143,7 +142,6 @@ def _try(name: str) -> str:
 def _trained(data: Any, strategy: Any) -> tuple[Any, Any]:
     """Train a small model, both steps in one loop, and return its weights before and after."""
     import keras
-    import numpy as np
 
     from kdpkit import testing
     from kdpkit.training import TrainingLoop
@@ -160,21 +158,23 @@ def _trained(data: Any, strategy: Any) -> tuple[Any, Any]:
     )
     start = model.get_weights()
     loop.fit(data, epochs=1, verbose=0)
-    before, after = (
-        np.concatenate([weight.ravel() for weight in weights])
-        for weights in (start, model.get_weights())
-    )
-    return before, after
+    return start, model.get_weights()
 
 
 def compare(trained: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     """Raise if a strategy trained other weights than one device."""
+    import numpy as np
+
     (_, weights), (start, reference) = trained, expected
-    difference = float(abs(weights - reference).max() / abs(reference - start).max())
-    if not difference <= _TOLERANCE:  # it may be NaN
+    difference, change = (
+        np.max([np.max(np.abs(a - b)) for a, b in zip(reference, others, strict=True)])
+        for others in (weights, start)
+    )
+    if not difference <= _TOLERANCE * change:  # it may be NaN
         raise ArithmeticError(
-            f"It does not train what one device does: weights differ by {difference:.0e} of their "
-            "change. Please report this bug, with the output of `kdpkit env`."
+            "It does not train what one device does: weights differ by "
+            f"{difference / change:.0e} of their change. Please report this bug, with the output "
+            "of `kdpkit env`."
         )
 
 

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.training.programs import CustomStep, images, program
+from tests.training.programs import images, program
 
 
 def gray_images():
@@ -128,46 +128,6 @@ def gan():
     model, adam = GAN(), keras.optimizers.Adam
     model.compile(adam(3e-4), adam(3e-4), keras.losses.BinaryCrossentropy(from_logits=True))
     return model
-
-
-@program("adversaries with a gradient penalty", gray_images, optimizer="adam")
-class WGAN(CustomStep):
-    """A critic with a penalty of its gradient, trained more often than the generator."""
-
-    def __init__(self, latent_dim=6, critic_steps=2):
-        super().__init__(generator(latent_dim))
-        self.critic, self.latent_dim, self.critic_steps = discriminator(), latent_dim, critic_steps
-        self.critic_optimizer = keras.optimizers.Adam(2e-4, beta_1=0.5)
-        self.seed_generator = keras.random.SeedGenerator(3)
-
-    def generated(self, real):
-        shape = (ops.shape(real)[0], self.latent_dim)
-        return self(keras.random.normal(shape, seed=self.seed_generator), training=True)
-
-    def gradient_penalty(self, real, fake):
-        shape = (ops.shape(real)[0], 1, 1, 1)
-        alpha = keras.random.uniform(shape, seed=self.seed_generator)
-        interpolated = real + alpha * (fake - real)
-        with tf.GradientTape() as tape:
-            tape.watch(interpolated)
-            prediction = self.critic(interpolated, training=True)
-        gradients = tape.gradient(prediction, [interpolated])[0]
-        norm = ops.sqrt(ops.sum(ops.square(gradients), axis=[1, 2, 3]) + 1e-12)
-        return ops.mean((norm - 1.0) ** 2)
-
-    def train_step(self, real):
-        for _ in range(self.critic_steps):
-            with tf.GradientTape() as tape:
-                fake = self.generated(real)
-                cost = ops.mean(self.critic(fake, training=True))
-                cost -= ops.mean(self.critic(real, training=True))
-                critic_loss = cost + 10.0 * self.gradient_penalty(real, fake)
-            weights = self.critic.trainable_variables
-            self.update(tape, critic_loss, weights, self.critic_optimizer)
-        with tf.GradientTape() as tape:
-            loss = -ops.mean(self.critic(self.generated(real), training=True))
-        self.update(tape, loss, self.net.trainable_variables)
-        return {"critic": critic_loss, "loss": loss}
 
 
 class Diffusion(keras.Model):

@@ -1,4 +1,4 @@
-"""The Keras guides: built-in training, steps of one's own, losses, metrics and optimizers."""
+"""The Keras guides: built-in training, steps of one's own, losses and optimizers."""
 
 import keras
 import numpy as np
@@ -12,7 +12,6 @@ from tests.training.programs import (
     compile_model,
     images,
     network,
-    on_tensorflow,
     program,
     sparse_cross_entropy,
     vectors,
@@ -149,33 +148,7 @@ class ClippedByGlobalNorm(Regression):
         return self.compute_metrics(x, y, y_pred) | {"loss": loss}
 
 
-# Metrics, losses and optimizers of one's own.
-
-
-class CategoricalTruePositives(keras.metrics.Metric):
-    def __init__(self, name="categorical_true_positives", **settings):
-        super().__init__(name=name, **settings)
-        self.true_positives = self.add_variable(shape=(), name="ctp", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        y_pred = ops.reshape(ops.argmax(y_pred, axis=1), (-1, 1))
-        hits = ops.equal(ops.cast(y_true, "int32"), ops.cast(y_pred, "int32"))
-        hits = ops.cast(hits, self.dtype)
-        if sample_weight is not None:
-            hits = ops.multiply(hits, ops.cast(sample_weight, self.dtype))
-        self.true_positives.assign_add(ops.sum(hits))
-
-    def result(self):
-        return self.true_positives.value
-
-    def reset_state(self):
-        self.true_positives.assign(0.0)
-
-
-@program("a metric that compares every label with every prediction")
-def counting():
-    """Labels have no second axis, as in the guide: they are broadcast."""
-    return multilayer(metrics=[CategoricalTruePositives()])()
+# Optimizers and losses of one's own.
 
 
 class GCRMSprop(keras.optimizers.RMSprop):
@@ -201,25 +174,6 @@ program("an optimizer that centralizes gradients", images)(
         classes=4,
         optimizer=lambda: GCRMSprop(learning_rate=1e-3),
     )
-)
-
-
-class ClippingAdam(keras.optimizers.Adam):
-    """Adam that clips a gradient to a part of the norm of its variable."""
-
-    def apply_gradients(self, grads_and_vars):
-        clipped = []
-        for grad, variable in grads_and_vars:
-            most = 0.01 * ops.maximum(ops.norm(variable), 1e-3)
-            norm = ops.maximum(ops.norm(grad), 1e-6)
-            clipped.append((ops.where(norm > most, grad * (most / norm), grad), variable))
-        super().apply_gradients(clipped)
-
-
-on_tensorflow(
-    "an optimizer that clips gradients to their variables",
-    lambda: compile_model(network(1), ClippingAdam, "mse", metrics=["mae"]),
-    numbers,
 )
 
 

@@ -44,7 +44,7 @@ def outcome(program, replicas):
 
 
 def compared(program, replicas, epsilon=None):
-    """Give the largest difference of any weight or log, over the largest change of any weight."""
+    """Return the largest difference of any weight or log, over the largest change of any weight."""
     before, one, logs = on_one_device(program, epsilon, keras.config.dtype_policy().name)
     _, many, logs_of_many = trained(program, replicas, epsilon)
     before = before if len(before) == len(one) else [0.0] * len(one)  # its first batch built it

@@ -16,6 +16,7 @@ from tests.training.programs import (
     cross_entropies,
     network,
     sgd,
+    sparse_cross_entropy,
     vectors,
 )
 from tests.training.programs.steps import TwoLayers
@@ -57,8 +58,7 @@ def confidence(_, y_pred):
 @program("softmax called logits, and a metric of one's own", run="quick", backends=("tensorflow",))
 def softmax_called_logits():
     model = keras.Sequential([network(5), layers.Dense(3, "softmax")])
-    return compile_model(model, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                         metrics=[confidence])  # fmt: skip
+    return compile_model(model, loss=sparse_cross_entropy(), metrics=[confidence])
 
 
 @program(
@@ -163,10 +163,12 @@ def cosine():
     return compile_model(keras.Model(x, layers.Dense(1)(x)[:, 0]), loss=loss, metrics=metrics)
 
 
-@program("weights that have more axes than the losses", lambda: numbers() | {
-    "y": numbers()["y"][..., None],
-    "sample_weight": np.random.default_rng(2).uniform(size=(17, 5)).astype("float32"),
-}, backends=("tensorflow",))  # fmt: skip
+def weighted():
+    weights = np.random.default_rng(2).uniform(size=(17, 5)).astype("float32")
+    return numbers() | {"y": numbers()["y"][..., None], "sample_weight": weights}
+
+
+@program("weights that have more axes than the losses", weighted, backends=("tensorflow",))
 def with_many_weights():
     return compile_model(keras.Sequential([network(1), layers.Reshape((1, 1))]), loss="mse")
 
@@ -279,20 +281,6 @@ class Endpoints(TwoParts):
         return loss + ops.mean(ops.square(features - ops.mean(features, axis=0)))
 
 
-@program("tensors left in an object")
-class LeavesInObject(CustomStep):
-    """Keeps what its network returns in an object, and computes with that."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = types.SimpleNamespace()
-
-    def step_loss(self, x, y):
-        self.kept.logits = self(x)
-        self(-x)
-        return mean_loss(y, self.kept.logits + self.net.layers[-1].bias)
-
-
 FEATURES = []
 
 
@@ -321,9 +309,11 @@ class CellsByHand(TwoParts):
         return mean_loss(y, self.net(state))
 
 
-@program("a table looked up in a layer and outside", lambda: {
-    "x": np.random.default_rng(0).integers(0, 6, (17, 2)), "batch_size": 7
-}, optimizer=lambda: keras.optimizers.Adam(0.05, epsilon=1e-2))  # fmt: skip
+@program(
+    "a table looked up in a layer and outside",
+    lambda: {"x": np.random.default_rng(0).integers(0, 6, (17, 2)), "batch_size": 7},
+    optimizer=lambda: keras.optimizers.Adam(0.05, epsilon=1e-2),
+)
 class SkipGram(CustomStep):
     def __init__(self):
         super().__init__(layers.Embedding(6, 4))
@@ -490,8 +480,8 @@ def attending_across_examples():
     """Keras' attention to a tensor of two axes is between the examples."""
     inputs = keras.Input((6,))
     x = layers.Dense(6)(inputs)
-    return compile_model(keras.Model(inputs, layers.Dense(3)(layers.Attention()([x, x]))),
-                         loss=mean_loss)  # fmt: skip
+    model = keras.Model(inputs, layers.Dense(3)(layers.Attention()([x, x])))
+    return compile_model(model, loss=mean_loss)
 
 
 def regularized():
@@ -603,15 +593,26 @@ class Block(layers.Layer):
         return self.dense(self.attention(x, x, training=training))
 
 
-@program("layers that a step builds")
-class Unbuilt(CustomStep):
-    """Has layers that its step is the first to call."""
+def sequences():
+    x = np.random.default_rng(0).normal(size=(17, 5, 3)).astype("float32")
+    return {"x": x, "y": np.flip(x, 1).copy(), "batch_size": 7}
+
+
+@program("layers that a step builds", sequences)
+class Unbuilt(keras.Model):
+    """Has layers that its step is the first to call, and no `call` of its own."""
 
     def __init__(self):
-        super().__init__(Block())
+        super().__init__()
+        self.block = Block()
 
-    def step_loss(self, x, y):
-        return mean_loss(y, ops.mean(self.net(x[:, None] * ops.eye(6), training=True), axis=1))
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.block(x, training=True) - y) ** 2)
+        weights = self.block.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
 
 
 @program("a gradient between layers")
@@ -630,6 +631,10 @@ class Saliency(TwoParts):
 @program("an inner step", run="quick")
 class InnerStep(CustomStep):
     """Learns to learn: the outer gradient flows through weights of an inner step."""
+
+    def __init__(self):
+        super().__init__()
+        self.build((None, 6))
 
     def step_loss(self, x, y):
         others = [variable.value for variable in self.non_trainable_variables]
@@ -682,11 +687,13 @@ def outside_of_the_scope():
 
 scaled("numbers of NumPy, eagerly", drawn_by_numpy, run_eagerly=True)
 scaled("numbers that a function of Python draws", drawn_by_python)
-scaled("a loss that counts by step", lambda own, _: ops.cast(own.optimizer.iterations, "float32"))
+scaled(
+    "a loss that counts by step", lambda model, _: ops.cast(model.optimizer.iterations, "float32")
+)
 scaled("what replicas add up", summed_over_replicas)
 scaled(
     "a variable of nobody's scope",
-    lambda own, _: 1.0 / own.held[0].assign_add(1.0),
+    lambda model, _: 1.0 / model.held[0].assign_add(1.0),
     lambda: (outside_of_the_scope(),),
 )
 
@@ -737,7 +744,7 @@ class HiddenOptimizer(CustomStep):
 
 
 class ChangesParts(keras.callbacks.Callback):
-    """Gives a model that computes eagerly another optimizer and another activation."""
+    """Sets another optimizer and another activation in a model that computes eagerly."""
 
     def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras' arguments
         if epoch == 1:

@@ -7,12 +7,10 @@ from keras import layers, ops
 
 from tests.training.programs import (
     CustomStep,
-    cross_entropies,
     images,
     network,
     program,
     sparse_cross_entropy,
-    unlabeled,
 )
 
 
@@ -96,8 +94,7 @@ def siamese():
 def triplets():
     """Return a dataset of tuples of one entry, as the published one is."""
     x = images()["x"]
-    dataset = tf.data.Dataset.from_tensor_slices((x, 0.9 * x, x[::-1])).batch(7)
-    return {"x": dataset.map(lambda *x: (x,))}
+    return {"x": tf.data.Dataset.from_tensor_slices(((x, 0.9 * x, x[::-1]),)).batch(7)}
 
 
 @program("siamese network with triplets in its own step", triplets, optimizer="adam")
@@ -192,41 +189,3 @@ def metric_learning():
     model = EmbeddingModel(inputs, layers.UnitNormalization()(layers.Dense(8)(x)))
     model.compile(keras.optimizers.Adam(learning_rate=1e-3), sparse_cross_entropy())
     return model
-
-
-def copy_of(net):
-    """Return a network with the same weights, which is not trained."""
-    copy = keras.models.clone_model(net)
-    copy.set_weights(net.get_weights())
-    copy.trainable = False
-    return copy
-
-
-def follow(slow, fast, rate):
-    for one, other in zip(slow.weights, fast.weights, strict=True):
-        one.assign((1 - rate) * one + rate * other)
-
-
-@program("MoCo with a queue", unlabeled, optimizer="adam")
-class MoCo(CustomStep):
-    """Contrasts with a queue of keys of the batches before."""
-
-    def __init__(self, queue=16):
-        super().__init__(network(4))
-        self.slow = copy_of(self.net)
-        keys = np.random.default_rng(2).normal(size=(queue, 4)).astype("float32")
-        self.queue = tf.Variable(tf.math.l2_normalize(keys, axis=1), trainable=False)
-
-    def train_step(self, x):
-        keys = tf.math.l2_normalize(self.slow(x + 0.05), axis=1)
-        with tf.GradientTape() as tape:
-            queries = tf.math.l2_normalize(self.net(x), axis=1)
-            positive = tf.reduce_sum(queries * keys, axis=1, keepdims=True)
-            negative = tf.matmul(queries, self.queue, transpose_b=True)
-            logits = tf.concat([positive, negative], axis=1) / 0.2
-            labels = tf.zeros(tf.shape(logits)[0], tf.int32)
-            loss = tf.reduce_mean(cross_entropies(labels, logits))
-        self.update(tape, loss)
-        self.queue.assign(tf.concat([keys, self.queue], axis=0)[: self.queue.shape[0]])
-        follow(self.slow, self.net, 0.01)
-        return {"loss": loss}

@@ -196,9 +196,12 @@ class SizeOfOutputs(TwoLayers):
         return super().step_loss(x, y) + tf.reduce_mean(contrast)
 
 
-program("the number of examples from an output of a static size", of_a_static_size, run="slow")(
-    SizeOfOutputs
-)
+program(
+    "the number of examples from an output of a static size",
+    of_a_static_size,
+    run="slow",
+    loss="mse",
+)(SizeOfOutputs)
 
 
 @program(
