@@ -17,7 +17,7 @@ import re
 import sysconfig
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +27,11 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks, storage
 
-__all__ = ["load_images", "load_text"]
+__all__ = ["learn_vocabulary", "load_images", "load_pairs", "load_text"]
 
 _HELD_OUT = 0.05  # the fraction of lines or words for validation, and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _DOWNLOADED = ("mnist", "fashion_mnist")
 
 
@@ -142,6 +143,30 @@ def load_pairs(file: str | os.PathLike[str]) -> TextSplits:
         )
     train = tuple(pair for index, pair in enumerate(pairs) if index % 10)
     return TextSplits(train, tuple(pairs[::20]), tuple(pairs[10::20]))
+
+
+def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
+    """Learn a WordPiece vocabulary of at most `size` tokens, BERT's special tokens first.
+
+    The package `tokenizers` learns it, which comes with KerasHub.
+
+    Raises:
+        ValueError: There are no lines, or `size` is too small for the special tokens.
+
+    >>> learn_vocabulary(["a b a"], 8)
+    ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'b']
+    """
+    import tokenizers
+
+    size = checks.integer("size", size, minimum=len(_SPECIAL_TOKENS) + 1)
+    texts = list(lines)
+    if not any(text.strip() for text in texts):
+        checks.fail("A vocabulary cannot be learned without text.", lines=texts)
+    learner = tokenizers.BertWordPieceTokenizer(lowercase=lowercase, strip_accents=False)
+    settings = {"special_tokens": _SPECIAL_TOKENS, "show_progress": False}
+    learner.train_from_iterator(texts, size, **settings)
+    ids = learner.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
 
 
 def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:

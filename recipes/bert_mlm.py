@@ -45,7 +45,7 @@ def build_model(args, lines):
         tokenizer = text.from_preset(models.BertTokenizer, args.preset)
         model = text.from_preset(models.BertMaskedLM, args.preset, preprocessor=None)
     else:
-        words = text.learn_vocabulary(lines, args.vocabulary_size)
+        words = corpora.learn_vocabulary(lines, args.vocabulary_size)
         tokenizer, length = models.BertTokenizer(words, lowercase=True), args.sequence_length
         size = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}
         backbone = models.BertBackbone(len(words), max_sequence_length=max(512, length), **size)

@@ -47,7 +47,7 @@ def build_model(args, lines):
         tokenizer = text.from_preset(models.Tokenizer, args.preset)
         model = text.from_preset(models.Backbone, args.preset)
     else:
-        words = text.learn_vocabulary(lines, args.vocabulary_size)
+        words = corpora.learn_vocabulary(lines, args.vocabulary_size)
         tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}

@@ -134,6 +134,26 @@ def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
     assert line in str(raised.value)
 
 
+@pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
+def test_a_learned_vocabulary_has_the_special_tokens_and_reads_its_text():
+    models = pytest.importorskip("keras_hub").models
+    lines = ["Replicas train what one device trains."] * 3
+    words = corpora.learn_vocabulary(lines, 60)
+    assert words[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert len(words) <= 60
+    tokenizer = models.BertTokenizer(words, lowercase=True)
+    assert tokenizer.detokenize(tokenizer(lines[0])) == "replicas train what one device trains ."
+
+
+@pytest.mark.parametrize(
+    ("lines", "size", "sentence"),
+    [(["", " "], 100, "cannot be learned without text"), (["a"], 5, "`size` .* at least 6")],
+)
+def test_a_vocabulary_that_cannot_be_learned_is_one_sentence(lines, size, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        corpora.learn_vocabulary(lines, size)
+
+
 # Images
 
 

@@ -78,16 +78,6 @@ def test_weights_of_answers_average_one():
     np.testing.assert_allclose(weights, answers[:, 1:] * 10 / 3, rtol=1e-6)
 
 
-@pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
-def test_a_learned_vocabulary_reads_its_text_with_keras_hubs_tokenizer():
-    lines = ["Replicas train what one device trains."] * 3
-    words = text.learn_vocabulary(lines, 60)
-    assert words[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    models = pytest.importorskip("keras_hub").models
-    tokenizer = models.BertTokenizer(words, lowercase=True)
-    assert tokenizer.detokenize(tokenizer(lines[0])) == "replicas train what one device trains ."
-
-
 @pytest.mark.parametrize("preset", ["no_such_model", "gpt2_base_en", "./nowhere"])
 def test_a_preset_that_cannot_be_loaded_is_named_with_the_existing_ones(
     preset, monkeypatch, tmp_path

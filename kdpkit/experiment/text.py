@@ -31,20 +31,6 @@ def from_preset(kind: Any, preset: str, **settings: Any) -> Any:
         ) from error
 
 
-def learn_vocabulary(lines: Sequence[str], size: int) -> list[str]:
-    """Learn a WordPiece vocabulary of lowercase text, with BERT's special tokens first.
-
-    The package `tokenizers` learns it, in seconds.
-    """
-    import tokenizers
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    learner = tokenizers.BertWordPieceTokenizer(strip_accents=False)
-    learner.train_from_iterator(lines, size, special_tokens=special, show_progress=False)
-    ids = learner.get_vocab()
-    return sorted(ids, key=ids.__getitem__)
-
-
 def special_ids(tokenizer: Any) -> dict[str, int]:
     """Return what begins, ends and pads a text; some tokenizers, as Qwen's, have only an end."""
     end = tokenizer.end_token_id

@@ -9,12 +9,11 @@ pipeline from its stages.
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._lint import lint
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
-from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
+from kdpkit.pipelines._text import mask_tokens, pack_tokens, tokenize
 
 __all__ = [
     "PipelineConfig",
     "eval_pipeline",
-    "learn_vocabulary",
     "lint",
     "mask_tokens",
     "normalize_weights",

@@ -1,7 +1,7 @@
-"""Text: vocabularies, token sequences, packed or not, and masks for masked language models."""
+"""Text: token sequences, packed or not, and masks for masked language models."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
@@ -13,35 +13,10 @@ from kdpkit.pipelines._padding import Transform
 if TYPE_CHECKING:
     import keras_hub
 
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LINES_AT_ONCE = _DOCUMENTS_AT_ONCE = 256
 
 Tokenizer: TypeAlias = "keras_hub.tokenizers.Tokenizer"
 Masked: TypeAlias = tuple[dict[str, tf.Tensor], tf.Tensor, tf.Tensor]  # features, labels, weights
-
-
-def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
-    """Learn a WordPiece vocabulary of at most `size` tokens, including BERT's special tokens.
-
-    This uses keras_hub's learner: https://keras.io/keras_hub/api/tokenizers.
-
-    Raises:
-        ValueError: There are no lines, or `size` is too small for the special tokens.
-    """
-    import keras_hub  # imported here because the other pipelines work without it
-
-    size = checks.integer("size", size, minimum=len(_SPECIAL) + 1)
-    texts = list(lines)
-    if not any(text.strip() for text in texts):
-        checks.fail("A vocabulary cannot be learned without text.", lines=texts)
-    return list(
-        keras_hub.tokenizers.compute_word_piece_vocabulary(
-            tf.data.Dataset.from_tensor_slices(texts).batch(_LINES_AT_ONCE),
-            vocabulary_size=size,
-            reserved_tokens=list(_SPECIAL),
-            lowercase=lowercase,
-        )
-    )
 
 
 def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Transform:

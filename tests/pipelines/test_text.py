@@ -109,16 +109,6 @@ def test_validation_masks_depend_on_the_sequence_alone():
     assert set(np.unique(together[2])) == {0.0, 1.0}
 
 
-@NEEDS_TEXT
-def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
-    text = ["the cat sat on the mat", "the dog sat on the log"] * 20
-    vocabulary = pipelines.learn_vocabulary(text, 60)
-    assert vocabulary[: len(SPECIAL)] == SPECIAL
-    assert len(vocabulary) <= 60
-    tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
-    assert tokenizer.token_to_id("[UNK]") not in tokenizer(["The cat sat on a log."[:-1]])[0]
-
-
 # Packing.
 
 
@@ -179,8 +169,6 @@ def tokenized(lines):
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
         (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
         (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
-        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned without text"),
-        (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
         (lambda: pipelines.pack_tokens(2, **ENDS), "`length` must be.*length=2"),
         (lambda: pipelines.pack_tokens(8, **ENDS | {"start": -1}), "`start` must be.*start=-1"),
         (

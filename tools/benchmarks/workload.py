@@ -32,7 +32,7 @@ def tokenizer(path, vocabulary):
     if vocabulary:
         pieces = Path(vocabulary).read_text(encoding="utf-8").splitlines()
     else:
-        learned = pipelines.learn_vocabulary(lines(path), PIECES)
+        learned = corpora.learn_vocabulary(lines(path), PIECES)
         pieces = learned + [f"[unused{number}]" for number in range(PIECES - len(learned))]
     return keras_hub.models.BertTokenizer(pieces, lowercase=True)
 
