@@ -134,10 +134,7 @@ class CheckpointDirectory:
         return path
 
     def save_in_background(self, state: TrainingState) -> None:
-        """Write a state while the program goes on, after those that it is writing already.
-
-        The first of several states that cannot be written is reported in a sentence.
-        """
+        """Write a state in a thread, once the one before is written; report the first that fails."""
         self.wait()
         self._written = _writer.submit(self._try_to_save, state)
 
