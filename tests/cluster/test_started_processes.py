@@ -2,12 +2,20 @@
 
 import importlib.util
 import json
+import os
+import pathlib
+import re
 import shutil
+import signal
 import sys
+import tempfile
 
+import numpy as np
 import pytest
 
-from tests.processes import SOON, Process, Together
+from kdpkit.checkpoints import CheckpointDirectory, Position
+from kdpkit.launch import _child_processes as child_processes
+from tests.processes import SOON, Process, Together, wait_for_file
 
 STARTS = {
     "kdpkit": [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--", sys.executable],
@@ -38,7 +46,7 @@ def run(launcher, *command, backend):
     ("recipe", "backend", "described"),
     [
         ("multi_worker.py", "tensorflow", "CPU:0 of each of 2 workers"),
-        ("cnn_jax.py", "jax", "DataParallel: 2 replicas"),
+        ("cnn_jax.py", "jax", "the CPU, as 2 devices"),
     ],
 )
 def test_two_processes_train_as_one(launcher, recipe, backend, described, tmp_path):
@@ -47,7 +55,7 @@ def test_two_processes_train_as_one(launcher, recipe, backend, described, tmp_pa
     code, shown = run(launcher, f"recipes/{recipe}", *flags, backend=backend)
     assert code == 0, shown
     assert described in shown
-    assert shown.count("Test:") == 1
+    assert shown.count("Test - ") == 1
     found = json.loads(results.read_text())
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
     assert [path.name for path in logs.glob("*.keras")] == ["model.keras"]
@@ -62,3 +70,48 @@ def test_a_recipe_that_would_train_copies_raises(launcher, tmp_path):
     assert "processes=2" in shown
     assert 'cnn_fit.py", line' not in shown  # no traceback, but for torchrun's own
     assert not any((tmp_path / "logs").rglob("*"))
+
+
+# Programs for Ray Train, in whose processes its threads train.
+
+
+@pytest.fixture
+def train_on_ray(tmp_path, monkeypatch):
+    """Return a function that trains on some workers, and returns the last state."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    sessions = tempfile.mkdtemp(prefix="ray-")  # paths of sockets are short
+    monkeypatch.setenv("RAY_TMPDIR", sessions)
+
+    def train(program, workers, disturb=lambda states: None):  # noqa: ARG005
+        states = tmp_path / str(workers)
+        flags = ["--workers", workers, "--epochs", 4, "--directory", states]
+        with Together([Process(sys.executable, f"recipes/cluster/{program}", *flags)]) as started:
+            disturb(states / "state")
+            assert started.end() == [0], started.shown
+        assert re.search(r"^{'accuracy': .*'loss': ", started[0].shown, re.MULTILINE)
+        return CheckpointDirectory(states / "state").latest()
+
+    yield train
+    shutil.rmtree(sessions)
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("ray"),
+    reason='Ray Train is not installed (pip install "ray[train]")',
+)
+@pytest.mark.parametrize(
+    "program", ["ray_jax.py", pytest.param("ray_tensorflow.py", marks=pytest.mark.exhaustive)]
+)
+def test_two_workers_of_ray_one_of_them_killed_train_what_one_trains(program, train_on_ray, mark):
+    def kill_a_worker(states):
+        wait_for_file(states / "state-000001-000000000.npz")
+        files = {pid: pathlib.Path(f"/proc/{pid}/cmdline") for pid in child_processes.marked(mark)}
+        workers = [pid for pid, file in files.items() if b"RayTrainWorker" in file.read_bytes()]
+        os.kill(workers[-1], signal.SIGKILL)
+
+    found = train_on_ray(program, 2, kill_a_worker)
+    expected = train_on_ray(program, 1)
+    assert found.position == expected.position == Position(4, 0)
+    assert found.arrays.keys() == expected.arrays.keys()
+    for name, values in expected.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
