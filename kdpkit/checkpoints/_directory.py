@@ -1,4 +1,4 @@
-"""A directory of training states, which one run has at a time."""
+"""A directory of training states, which one run uses at a time."""
 
 import dataclasses
 import errno
@@ -19,8 +19,8 @@ from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, processes, storage
 
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
-_held: dict[str, int] = {}  # descriptors of the locks of this process
-# Its thread is no daemon: a program that ends waits for what it writes.
+_locks: dict[str, int] = {}  # the file descriptors of this process's locks
+# Its thread is no daemon, so a program that ends waits until a state is written.
 _writer = futures.ThreadPoolExecutor(1, "kdpkit-checkpoints")
 
 
@@ -68,11 +68,9 @@ class TrainingState:
 class CheckpointDirectory:
     """Keeps the newest states of a run in a directory.
 
-    A state is written to a temporary file and renamed once it is complete on disk. A state that is
-    damaged later is skipped with a warning. One process writes; any number may read.
-
-    For object storage a state is written to this machine's disk (`TMPDIR`) and then uploaded as one
-    object, which appears when it is complete.
+    A state is written to a temporary file (for object storage in `TMPDIR`), and appears under its
+    name once it is complete. A state that is damaged later is skipped with a warning. One process
+    writes; any number may read.
 
     Args:
         directory: Created when the first state is saved. It may be in object storage, such as
@@ -111,8 +109,8 @@ class CheckpointDirectory:
 
     def paths(self) -> list[storage.AnyPath]:
         """Return the files of the states, newest first."""
-        found = {_position(path): path for path in self.directory.glob("state-*.npz")}
-        return [found[position] for position in sorted(filter(None, found), reverse=True)]
+        paths = {_position(path): path for path in self.directory.glob("state-*.npz")}
+        return [paths[position] for position in sorted(filter(None, paths), reverse=True)]
 
     def save(self, state: TrainingState) -> storage.AnyPath:
         """Write a state; remove all but the last `keep`, and those of later positions.
@@ -128,23 +126,20 @@ class CheckpointDirectory:
         with atomic_files.replacing(path) as temporary:
             _write(temporary, {**position, "notes": state.notes}, arrays)
         paths = self.paths()
-        at = paths.index(path)
-        of_killed_processes = self.directory.glob(".state-*.npz")
-        for old in [*paths[:at], *paths[at + self.keep :], *of_killed_processes]:
+        newest = paths.index(path)
+        temporary_files = self.directory.glob(".state-*.npz")  # of processes that were killed
+        for old in [*paths[:newest], *paths[newest + self.keep :], *temporary_files]:
             old.unlink(missing_ok=True)
         self.newest = state.position
         return path
 
     def save_in_background(self, state: TrainingState) -> None:
-        """Write a state while the program goes on, after those that it is writing already.
-
-        The first of several states that cannot be written is reported in a sentence.
-        """
+        """Write a state in a thread, after the one before; report the first of several failures."""
         self.wait()
         self._written = _writer.submit(self._try_to_save, state)
 
     def wait(self) -> None:
-        """Wait until what this process writes is on disk."""
+        """Wait until the states of `save_in_background` are on disk."""
         written, self._written = self._written, None
         (written or _writer.submit(lambda: None)).result()
 
@@ -163,9 +158,7 @@ class CheckpointDirectory:
             self.is_failing = True
 
     def latest(self) -> TrainingState | None:
-        """Read the newest undamaged state; None if there is no state.
-
-        A state that this process is still writing is waited for.
+        """Read the newest undamaged state, after waiting for this process's; None if there is none.
 
         Raises:
             ValueError: All states are damaged.
@@ -193,10 +186,10 @@ class CheckpointDirectory:
         return None
 
     def acquire(self) -> None:
-        """Make the directory, and take it for this process until `release`, or until it ends.
+        """Make the directory, and lock it for this process until `release`, or until it ends.
 
-        Where a file system has no locks, as in object storage, every process gets it. A network's
-        file system may know of a lost machine a minute or two later.
+        Without locks, as in object storage, every process gets it. A network file system may free
+        the lock of a lost machine a minute or two later.
 
         Raises:
             ValueError: Another process has it, or it cannot be used.
@@ -206,12 +199,12 @@ class CheckpointDirectory:
                 atomic_files.make_writable(self.directory)
                 return
             self.directory.mkdir(parents=True, exist_ok=True)
-            is_ours = _lock(os.path.realpath(self._lock))
+            is_locked = _lock(os.path.realpath(self._lock))
         except errors.InputError:
             raise
         except OSError as error:
             checks.fail_for_file(f"The directory cannot be used ({error.strerror})", self.directory)
-        if not is_ours:
+        if not is_locked:
             checks.fail(
                 "Another run is using this directory.",
                 directory=str(self.directory),
@@ -222,13 +215,13 @@ class CheckpointDirectory:
 
     def release(self) -> None:
         """Let other processes acquire the directory."""
-        if (file := _held.pop(os.path.realpath(self._lock), None)) is not None:
+        if (file := _locks.pop(os.path.realpath(self._lock), None)) is not None:
             os.close(file)
 
 
 def _lock(name: str) -> bool:
-    """Lock a file unless another process has; the same process may do so twice."""
-    if name in _held:
+    """Lock a file unless another process has locked it; return whether this process has."""
+    if name in _locks:
         return True
     file = os.open(name, os.O_RDWR | os.O_CREAT)
     try:
@@ -236,12 +229,13 @@ def _lock(name: str) -> bool:
     except OSError as error:
         os.close(file)
         return error.errno not in (errno.EACCES, errno.EAGAIN)
-    _held[name] = file  # Closing it anywhere in this process would free it, hence one for all.
+    # Closing the file anywhere in this process would free the lock, so it is opened once.
+    _locks[name] = file
     return True
 
 
 def _position(path: storage.AnyPath) -> Position | None:
-    """Return the position in a state's name; nothing for another file."""
+    """Return the position in a state's name; None for another file."""
     match = _NAME.fullmatch(path.name)
     return Position(*map(int, match.groups())) if match else None
 
@@ -262,12 +256,12 @@ def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.nda
     """
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
     text = np.array(json.dumps({**header, "dtypes": dtypes}))
-    # What `np.savez` does; that of NumPy 2.0 leaves the archive open on a full disk.
+    # `np.savez` does the same, but in NumPy 2.0 leaves the archive open on a full disk.
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in {"header": text, **arrays}.items():
-                is_numpys = array.dtype.kind != "V"  # else the file has its bits, as integers
-                bits = array if is_numpys else array.view(f"u{array.itemsize}")
+                is_native = array.dtype.kind != "V"  # other types are written as integers
+                bits = array if is_native else array.view(f"u{array.itemsize}")
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, bits, allow_pickle=False)
         file.flush()
@@ -276,10 +270,10 @@ def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.nda
 
 def _content(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return a file's header and its arrays."""
-    if not path.is_file():  # reading a pipe waits for a writer
+    if not path.is_file():  # reading a pipe would wait for a writer
         raise OSError("it is not a file")
-    with path.open("rb") as raw:  # opened here, as `np.load` leaves a damaged file open
-        # First, because NumPy believes what a damaged array says of its size.
+    with path.open("rb") as raw:  # opened here because `np.load` leaves a damaged file open
+        # Checksums come first, because NumPy trusts the size in a damaged array's header.
         if damaged := zipfile.ZipFile(raw).testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         raw.seek(0)
@@ -288,6 +282,6 @@ def _content(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             arrays = {}
             for name, dtype in header.pop("dtypes").items():
                 bits = file[name]
-                is_numpys = bits.dtype.name == dtype
-                arrays[name] = bits if is_numpys else bits.view(dtype).reshape(bits.shape)
+                is_native = bits.dtype.name == dtype
+                arrays[name] = bits if is_native else bits.view(dtype).reshape(bits.shape)
     return header, arrays
