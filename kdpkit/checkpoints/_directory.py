@@ -134,7 +134,7 @@ class CheckpointDirectory:
         return path
 
     def save_in_background(self, state: TrainingState) -> None:
-        """Write a state in a thread, once the one before is written; report the first that fails."""
+        """Write a state in a thread, after the one before; report the first of several failures."""
         self.wait()
         self._written = _writer.submit(self._try_to_save, state)
 
