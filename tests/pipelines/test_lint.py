@@ -112,8 +112,8 @@ def test_every_rule_is_documented_and_has_a_planted_fault():
     items = re.findall(r"^ *- (`.*?):", lint.__doc__, re.MULTILINE | re.DOTALL)
     documented = [name for item in items for name in re.findall(r"`([\w-]+)`", item)]
     rules = {*_lint._RULES, *_lint._TRAINING_RULES}
-    assert len(documented) == len(rules)
     assert not rules ^ {*documented}, "in the docstring of `lint`, or in `_lint.py` alone"
+    assert len(documented) == len(rules)
     assert not rules ^ FAULTS.keys(), "in `FAULTS`, or in `_lint.py` alone"
 
 
