@@ -47,8 +47,10 @@ def vectors(rows=17, seed=0):
     return {"x": x, "y": random.integers(0, 3, rows), "batch_size": 7}
 
 
-def unlabeled():
-    return {"x": vectors()["x"], "batch_size": 7}
+def numbers():
+    """Return vectors with a number for each."""
+    x = vectors()["x"]
+    return {"x": x, "y": x[:, :1] * x[:, 1:2], "batch_size": 7}
 
 
 def small_at_first(scale=0.01):
@@ -128,6 +130,10 @@ def cross_entropies(labels, logits):
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 
+def mean_loss(labels, logits):
+    return ops.mean(cross_entropies(labels, logits))
+
+
 class CustomStep(keras.Model):
     """A model with a `train_step` of its own, a classifier unless a program changes parts of it."""
 
@@ -139,7 +145,7 @@ class CustomStep(keras.Model):
         return self.net(x, training=training)
 
     def step_loss(self, x, y):
-        return ops.mean(cross_entropies(y, self(x, training=True)))
+        return mean_loss(y, self(x, training=True))
 
     def train_step(self, data):
         with tf.GradientTape() as tape:

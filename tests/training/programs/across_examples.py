@@ -14,17 +14,13 @@ from tests.training.programs import (
     classifier,
     compile_model,
     cross_entropies,
+    mean_loss,
     network,
     on_tensorflow,
     program,
     small_at_first,
     vectors,
 )
-
-
-def mean_loss(y, logits):
-    return ops.mean(cross_entropies(y, logits))
-
 
 # Losses of a step, computed from the logits of all examples.
 
@@ -38,16 +34,6 @@ class StepWithLoss(CustomStep):
         return self.function(x, y, self(x, training=True))
 
 
-def first_three(x, y, logits):
-    is_first = ops.cast(ops.arange(ops.shape(x)[0]) < 3, x.dtype)
-    return ops.mean(cross_entropies(y, logits) * is_first)
-
-
-def apart_from_neighbors(_, y, logits):
-    apart = tf.reduce_sum(tf.abs(logits - logits[::-1]), axis=-1)
-    return mean_loss(y, logits) + tf.reduce_mean(tf.nn.relu(apart - 0.5))
-
-
 def of_constant_size(_, y, logits):
     return tf.nn.compute_average_loss(cross_entropies(y, logits), global_batch_size=7)
 
@@ -56,8 +42,6 @@ LOSSES = {
     "a loss summed by hand": lambda _, y, z: ops.sum(cross_entropies(y, z)),
     "a sum over a constant batch size": of_constant_size,
     "the batch's largest logit": lambda _, y, z: mean_loss(y, z / ops.max(ops.abs(z))),
-    "neighbors in reverse order": apart_from_neighbors,
-    "the first three examples of a batch": first_three,
     "random numbers that Keras draws": (
         lambda _, y, z: mean_loss(y, z + keras.random.normal(ops.shape(z)))
     ),
@@ -125,36 +109,6 @@ class Remembering(CustomStep):
     def step_loss(self, x, y):
         z = self.net(x)
         return mean_loss(y, self.read(z, self.table)) + ops.norm(ops.mean(z, axis=0))
-
-
-@program("a layer on a mean", small_at_first)
-class OfMean(CustomStep):
-    def __init__(self):
-        super().__init__()
-        self.relu = layers.ReLU()
-
-    def step_loss(self, x, y):
-        z = self.net(x)
-        return mean_loss(y, z) + ops.sum(self.relu(ops.mean(ops.square(z), axis=0) - 0.05))
-
-
-class SwitchOn(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras' arguments
-        self.model.hard.assign(epoch > 0)
-
-
-@program("a condition that a callback switches on", lambda: vectors() | {"callbacks": [SwitchOn()]})
-class Switched(CustomStep):
-    """Weighs losses by the largest when a callback has switched it on."""
-
-    def __init__(self):
-        super().__init__()
-        self.hard = tf.Variable(False, trainable=False)
-
-    def step_loss(self, x, y):
-        losses = cross_entropies(y, self.net(x))
-        weighed = lambda: losses * losses / tf.reduce_max(losses)  # noqa: E731  # as published
-        return tf.reduce_mean(tf.cond(self.hard, weighed, lambda: losses))
 
 
 @program("weights assigned by hand", run="slow")
@@ -265,17 +219,6 @@ class Whitening(layers.Layer):
         return (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 1e-3)
 
 
-class Counting(layers.Layer):
-    """Adds up what it has seen, in a variable that it reads."""
-
-    def build(self, shape):
-        self.seen = self.add_weight(shape=(shape[-1],), initializer="ones", trainable=False)
-
-    def call(self, x):
-        self.seen.assign_add(ops.sum(ops.abs(x), axis=0))
-        return x / ops.sqrt(self.seen)
-
-
 class Capacity(layers.Layer):
     """Two experts, each of which takes the first few examples that want it."""
 
@@ -334,29 +277,6 @@ class Clipping(layers.Layer):
         return with_clipped_gradient(x)
 
 
-class Calls(keras.metrics.Metric):
-    """Counts how often it is called."""
-
-    def __init__(self):
-        super().__init__(name="calls")
-        self.count = self.add_variable(shape=(), initializer="zeros", name="count")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):  # noqa: ARG002  # Keras' arguments
-        self.count.assign_add(1.0)
-
-    def result(self):
-        return ops.convert_to_tensor(self.count)
-
-
-@tf.function
-def focal(y, z):
-    y = tf.cast(tf.reshape(y, (-1,)) > 0, z.dtype)
-    p = tf.sigmoid(z[:, 0])
-    missed = y * (1 - p) ** 2 * tf.math.log(p + 1e-6)
-    mistaken = (1 - y) * p**2 * tf.math.log(1 - p + 1e-6)
-    return -3.0 * (missed + mistaken) / tf.maximum(tf.reduce_sum(y), 1.0)
-
-
 def one_large_at_the_end():
     data = vectors()
     data["x"] = np.clip(data["x"], -2.0, 2.0)
@@ -376,35 +296,20 @@ def large_errors_later():
     return data | {"y": y}
 
 
-def no_positives_at_first():
-    data = vectors()
-    data["y"][:8] = 0
-    return data
-
-
-def by_the_largest(x):
-    return x / ops.maximum(1.0, ops.max(ops.abs(x)))
-
-
-with_largest = lambda: layers.Dense(5, activation=by_the_largest)  # noqa: E731  # as the others
 _hidden = lambda: layers.Dense(6, activation="tanh")  # noqa: E731
 LAYERS = {
     "batch statistics by hand": (classifier(_hidden, Whitening), vectors),
-    "a variable that adds up the batch": (classifier(_hidden, Counting), vectors),
     "experts of a constant capacity": (classifier(Capacity), vectors),
     "a layer that is surprised, and one that does nothing": (
         classifier(Surprised, layers.Identity),
         one_large_at_the_end,
     ),
     "the same noise for all": (classifier(NoiseForAll), batches_of_six),
-    "a layer's activation of the batch": (classifier(with_largest), small_at_first),
-    "a focal loss in a function": (classifier(_hidden, loss=focal), no_positives_at_first),
     "a loop to a tolerance": (classifier(Equilibrium), lambda: small_at_first(1e-4)),
     "a gradient of its own": (
         classifier(lambda: layers.Dense(3), Clipping, loss="mse"),
         large_errors_later,
     ),
-    "a metric that counts calls": (lambda: classifier(_hidden, metrics=[Calls()])(), vectors),
 }
 for _name, (_build, _data) in LAYERS.items():
     on_tensorflow(_name, _build, _data, run="slow")

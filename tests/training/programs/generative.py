@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.training.programs import images, program
+from tests.training.programs import CustomStep, images, program
 
 
 def gray_images():
@@ -29,37 +29,22 @@ def code_divergence(mean, log_var):
 
 
 @program("variational autoencoder", gray_images, optimizer="adam")
-class VAE(keras.Model):
+class VAE(CustomStep):
     def __init__(self):
-        super().__init__()
         pixels, code = keras.Input((8, 8, 1)), keras.Input((2,))
         x = layers.Conv2D(4, 3, activation="relu", strides=2, padding="same")(pixels)
         x = layers.Dense(8, activation="relu")(layers.Flatten()(x))
         mean, log_var = layers.Dense(2, name="z_mean")(x), layers.Dense(2, name="z_log_var")(x)
-        self.encoder = keras.Model(pixels, [mean, log_var, Sampling()([mean, log_var])])
+        super().__init__(keras.Model(pixels, [mean, log_var, Sampling()([mean, log_var])]))
         x = layers.Reshape((4, 4, 2))(layers.Dense(32, activation="relu")(code))
         x = layers.Conv2DTranspose(1, 3, strides=2, padding="same", activation="sigmoid")(x)
         self.decoder = keras.Model(code, x)
-        names = ("loss", "reconstruction_loss", "kl_loss")
-        self.trackers = [keras.metrics.Mean(name=name) for name in names]
 
-    @property
-    def metrics(self):
-        return self.trackers
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            mean, log_var, code = self.encoder(data)
-            crossentropy = keras.losses.binary_crossentropy(data, self.decoder(code))
-            reconstruction_loss = ops.mean(ops.sum(crossentropy, axis=(1, 2)))
-            kl_loss = ops.mean(code_divergence(mean, log_var))
-            total_loss = reconstruction_loss + kl_loss
-        grads = tape.gradient(total_loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
-        losses = total_loss, reconstruction_loss, kl_loss
-        for tracker, loss in zip(self.trackers, losses, strict=True):
-            tracker.update_state(loss)
-        return {tracker.name: tracker.result() for tracker in self.trackers}
+    def step_loss(self, data):
+        mean, log_var, code = self.net(data)
+        crossentropy = keras.losses.binary_crossentropy(data, self.decoder(code))
+        reconstruction_loss = ops.mean(ops.sum(crossentropy, axis=(1, 2)))
+        return reconstruction_loss + ops.mean(code_divergence(mean, log_var))
 
 
 def discriminator():

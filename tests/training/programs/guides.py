@@ -10,43 +10,28 @@ from tests.training.programs import (
     CustomStep,
     classifier,
     compile_model,
-    images,
     network,
+    numbers,
     program,
     sparse_cross_entropy,
     vectors,
 )
 
 
-def numbers():
-    """Return vectors with a number for each."""
-    x = vectors()["x"]
-    return {"x": x, "y": x[:, :1] * x[:, 1:2], "batch_size": 7}
-
-
 def one_hot():
-    data = vectors()
-    return data | {"y": np.eye(3, dtype="float32")[data["y"]]}
-
-
-def multilayer(loss=None, **settings):
-    norm, dropout = layers.BatchNormalization, lambda: layers.Dropout(0.3)
-    hidden = lambda: layers.Dense(16, activation="relu")  # noqa: E731  # as the others
-    return classifier(hidden, norm, dropout, loss=loss, **settings)
+    labels = np.eye(3, dtype="float32")[vectors()["y"]]
+    return {"x": labels, "y": labels, "batch_size": 7}
 
 
 program("built-in training with dropout and batch statistics")(
-    multilayer(optimizer="rmsprop", metrics=["accuracy"])
+    classifier(
+        lambda: layers.Dense(16, activation="relu"),
+        layers.BatchNormalization,
+        lambda: layers.Dropout(0.3),
+        optimizer="rmsprop",
+        metrics=["accuracy"],
+    )
 )
-
-
-class SummedActivity(layers.Layer):
-    def call(self, inputs):
-        self.add_loss(1e-2 * ops.sum(ops.square(inputs)))
-        return inputs
-
-
-program("add_loss of a sum")(classifier(lambda: layers.Dense(8, "relu"), SummedActivity))
 
 
 class LogisticEndpoint(layers.Layer):
@@ -115,17 +100,6 @@ class Regression(CustomStep):
         super().__init__(network(1))
 
 
-@program("train_step with compute_average_loss", numbers, optimizer="adam")
-class AverageLoss(Regression):
-    """Computes its loss as the guides to distributed custom loops do."""
-
-    def step_loss(self, x, y):
-        loss = tf.nn.compute_average_loss(keras.losses.mean_squared_error(y, self(x)))
-        return loss + tf.nn.scale_regularization_loss(
-            1e-3 * ops.sum(self.net.layers[-1].kernel ** 2)
-        )
-
-
 @program("train_step that divides by the number of replicas", numbers, optimizer="adam", run="slow")
 class DividedLoss(Regression):
     def step_loss(self, x, y):
@@ -151,35 +125,7 @@ class ClippedByGlobalNorm(Regression):
 # Optimizers and losses of one's own.
 
 
-class GCRMSprop(keras.optimizers.RMSprop):
-    """RMSprop whose gradients have a mean of zero over all axes but the last."""
-
-    def apply(self, grads, trainable_variables=None):
-        centered = []
-        for grad in grads:
-            if len(grad.shape) > 1:
-                axes = list(range(len(grad.shape) - 1))
-                grad -= ops.mean(grad, axis=axes, keepdims=True)
-            centered.append(grad)
-        super().apply(centered, trainable_variables)
-
-
-program("an optimizer that centralizes gradients", images)(
-    classifier(
-        lambda: layers.RandomFlip("horizontal"),
-        lambda: layers.Conv2D(4, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D,
-        layers.Flatten,
-        shape=(8, 8, 3),
-        classes=4,
-        optimizer=lambda: GCRMSprop(learning_rate=1e-3),
-    )
-)
-
-
-@program(
-    "a sparse autoencoder", lambda: {"x": one_hot()["y"], "y": one_hot()["y"], "batch_size": 7}
-)
+@program("a sparse autoencoder", one_hot)
 def sparse_autoencoder():
     code = layers.Dense(8, "relu", activity_regularizer=keras.regularizers.L1(1e-2))
     model = keras.Sequential([keras.Input((3,)), code, layers.Dense(3, activation="sigmoid")])

@@ -14,7 +14,9 @@ from tests.training.programs import (
     classifier,
     compile_model,
     cross_entropies,
+    mean_loss,
     network,
+    numbers,
     sgd,
     sparse_cross_entropy,
     vectors,
@@ -23,17 +25,6 @@ from tests.training.programs.steps import TwoLayers
 
 on_tensorflow = functools.partial(programs.on_tensorflow, run="slow")
 program = functools.partial(programs.program, run="slow")
-
-
-def numbers(axes=2):
-    """Return vectors with a number for each, in two axes or in one."""
-    x = vectors()["x"]
-    y = x[:, :1] * x[:, 1:2]
-    return {"x": x, "y": y if axes == 2 else y[:, 0], "batch_size": 7}
-
-
-def mean_loss(labels, logits):
-    return ops.mean(cross_entropies(labels, logits))
 
 
 def regression(loss="mse", **settings):
@@ -155,7 +146,11 @@ on_tensorflow(
 )
 
 
-@program("the cosine of predictions of one axis", lambda: numbers(1), backends=("tensorflow",))
+@program(
+    "the cosine of predictions of one axis",
+    lambda: numbers() | {"y": numbers()["y"][:, 0]},
+    backends=("tensorflow",),
+)
 def cosine():
     x = keras.Input((6,))
     metrics = [keras.metrics.CosineSimilarity(), "mae"]

@@ -91,29 +91,6 @@ def siamese():
     return model
 
 
-def triplets():
-    """Return a dataset of tuples of one entry, as the published one is."""
-    x = images()["x"]
-    return {"x": tf.data.Dataset.from_tensor_slices(((x, 0.9 * x, x[::-1]),)).batch(7)}
-
-
-@program("siamese network with triplets in its own step", triplets, optimizer="adam")
-class Siamese(CustomStep):
-    """Has a loss for each triplet, which nobody reduces."""
-
-    def __init__(self):
-        super().__init__(encoder())
-
-    def step_loss(self, data):
-        anchor, positive, negative = map(self.net, data)
-        ap_distance = ops.sum(ops.square(anchor - positive), -1)
-        an_distance = ops.sum(ops.square(anchor - negative), -1)
-        return ops.maximum(ap_distance - an_distance + 0.5, 0.0)
-
-    def train_step(self, data):
-        return {"loss": ops.mean(super().train_step(data)["loss"])}
-
-
 def captioned_images():
     captions = np.random.default_rng(4).integers(1, 20, (17, 6))
     return {"x": {"image": images()["x"], "caption": captions}, "batch_size": 7}

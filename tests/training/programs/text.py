@@ -68,19 +68,12 @@ def encoder_of_tokens():
     return inputs, TransformerBlock(WIDTH, 2, 16)(x)
 
 
+@program("masked language model with sample weights", masked_tokens)
 def masked_language_model():
     inputs, x = encoder_of_tokens()
-    return keras.Model(inputs, layers.Dense(VOCABULARY, activation="softmax")(x))
-
-
-program("masked language model with sample weights", masked_tokens)(
-    lambda: compile_model(
-        masked_language_model(),
-        "adam",
-        "sparse_categorical_crossentropy",
-        weighted_metrics=["accuracy"],
-    )
-)
+    model = keras.Model(inputs, layers.Dense(VOCABULARY, activation="softmax")(x))
+    loss, metrics = "sparse_categorical_crossentropy", ["accuracy"]
+    return compile_model(model, "adam", loss, weighted_metrics=metrics)
 
 
 class TransformerDecoder(layers.Layer):
@@ -287,13 +280,6 @@ def mixtral():
         router_aux_loss_coef=0.5,
     )
     model = keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
-    return compile_model(model, loss=sparse_cross_entropy())
-
-
-@program("KerasHub's Llama", next_tokens)
-def llama():
-    backbone = keras_hub.models.LlamaBackbone(20, 2, 2, 8, 16, num_key_value_heads=1)
-    model = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
     return compile_model(model, loss=sparse_cross_entropy())
 
 

@@ -1,4 +1,4 @@
-"""Steps that do more than one gradient of one loss: moved weights, gradients of gradients."""
+"""Steps that do more than one gradient of one loss: gradients of gradients, accumulated ones."""
 
 import keras
 import tensorflow as tf
@@ -11,44 +11,6 @@ from tests.training.programs import (
     program,
     sparse_cross_entropy,
 )
-
-
-@program("sharpness-aware minimization", loss=sparse_cross_entropy())
-class SAM(CustomStep):
-    """Takes the gradient at the worst weights nearby."""
-
-    def step_loss(self, x, y):
-        return self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-
-    def train_step(self, data):
-        weights = self.trainable_variables
-        with tf.GradientTape() as tape:
-            loss = self.step_loss(*data)
-        gradients = tape.gradient(loss, weights)
-        norm = tf.linalg.global_norm(gradients)
-        moves = [gradient * 0.05 / (norm + 1e-12) for gradient in gradients]
-        for weight, move in zip(weights, moves, strict=True):
-            weight.assign_add(move)
-        with tf.GradientTape() as tape:
-            worst = self.step_loss(*data)
-        gradients = tape.gradient(worst, weights)
-        for weight, move in zip(weights, moves, strict=True):
-            weight.assign_sub(move)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return {"loss": loss, "worst": worst}
-
-
-@program("two passes of dropout", optimizer="adam")
-class RDrop(CustomStep):
-    """Adds a divergence between what two passes with other dropout give."""
-
-    def __init__(self):
-        super().__init__(network(dropout=0.3))
-
-    def step_loss(self, x, y):
-        one, two = (ops.log_softmax(self(x, training=True)) for _ in range(2))
-        apart = ops.sum((ops.exp(one) - ops.exp(two)) * (one - two), axis=-1)
-        return ops.mean(cross_entropies(y, one) + cross_entropies(y, two) + 0.5 * apart)
 
 
 @program("input gradients of the logarithm of a loss")
@@ -83,19 +45,6 @@ class ClippingEachExample(CustomStep):
         gradients = [tf.tensordot(scale, j, 1) / number for j in jacobians]
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return {"loss": tf.reduce_mean(losses)}
-
-
-@program("outputs that change little with the inputs")
-class Contractive(CustomStep):
-    """Adds to the loss how much the outputs change with the inputs (Rifai et al. 2011)."""
-
-    def step_loss(self, x, y):
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            logits = self(x, training=True)
-        jacobian = inner.batch_jacobian(logits, x)
-        penalty = tf.reduce_mean(tf.reduce_sum(tf.square(jacobian), axis=[1, 2]))
-        return ops.mean(cross_entropies(y, logits)) + 0.1 * penalty
 
 
 @program("curvature by forward over reverse")

@@ -1,4 +1,4 @@
-"""Images: segmentation, classification with augmentation, detection, masked patches."""
+"""Images: classification with augmentation, mixed images, replicas without examples."""
 
 import keras
 import numpy as np
@@ -17,36 +17,6 @@ from tests.training.programs import (
 def one_hot():
     data = images()
     return data | {"y": np.eye(4, dtype="float32")[data["y"]]}
-
-
-def convolutions(x, filters):
-    for _ in range(2):
-        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-        x = layers.Activation("relu")(layers.BatchNormalization()(x))
-    return x
-
-
-def dice_loss(y_true, y_pred, smooth=1.0):
-    y_true, y_pred = ops.reshape(y_true, (-1,)), ops.reshape(y_pred, (-1,))
-    intersection = ops.sum(y_true * y_pred)
-    dice = (2.0 * intersection + smooth) / (ops.sum(y_true) + ops.sum(y_pred) + smooth)
-    return 1 - dice
-
-
-def organs():
-    masks = np.random.default_rng(1).uniform(size=(17, 8, 8, 1)) < 0.3
-    return images() | {"y": masks.astype("float32")}
-
-
-@program("U-Net with a Dice loss", organs)
-def unet():
-    inputs = keras.Input((8, 8, 3))
-    skip = convolutions(inputs, 4)
-    x = convolutions(layers.MaxPooling2D()(skip), 8)
-    x = layers.Conv2DTranspose(4, 2, strides=2, padding="same")(x)
-    x = convolutions(layers.Concatenate()([x, skip]), 4)
-    model = keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid")(x))
-    return compile_model(model, "adam", dice_loss)
 
 
 class Patches(layers.Layer):
@@ -133,23 +103,6 @@ def mixup():
     outputs = layers.Dense(4, activation="softmax")(layers.Flatten()(layers.MaxPooling2D()(x)))
     model = MixupModel(inputs, outputs)
     return compile_model(model, "adam", "categorical_crossentropy", metrics=["accuracy"])
-
-
-program("convnet with noise and dropouts", images)(
-    classifier(
-        lambda: layers.GaussianNoise(0.1),
-        lambda: layers.Conv2D(8, 3, activation="relu"),
-        lambda: layers.SpatialDropout2D(0.2),
-        layers.MaxPooling2D,
-        layers.Flatten,
-        lambda: layers.Dense(8, activation="selu"),
-        lambda: layers.AlphaDropout(0.1),
-        lambda: layers.GaussianDropout(0.2),
-        shape=(8, 8, 3),
-        classes=4,
-        optimizer="adam",
-    )
-)
 
 
 class CutMixed(keras.Model):
