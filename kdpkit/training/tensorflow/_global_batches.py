@@ -22,8 +22,7 @@ from kdpkit._internal.datasets import joining, with_private_batches
 from kdpkit.training.tensorflow._collectives import Channel, total
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-# `checked_batch` multiplies the number of processes by a sum of squares of hashes. With 1000
-# processes that is less than 1000 * 1000 * 2**40 < 2**60, which an int64 holds.
+# With 1000 processes `checked_batch` computes at most 1000 * 1000 * 2**40: an int64 holds that.
 _NUM_HASHES = 1 << 20
 _SAME = (
     "Build the same dataset in every process, in the same order: shuffle with a seed, as "
@@ -97,7 +96,7 @@ def global_batches(
 
     # AutoGraph has nothing to convert here: the function has no `if` or loop.
     batches = dataset.flat_map(tf.autograph.experimental.do_not_convert(batch_for_each_device))
-    # Unlike `experimental_distribute_dataset` this shards nothing.
+    # Unlike `experimental_distribute_dataset` it shards nothing: each process gets its dataset.
     return strategy.distribute_datasets_from_function(lambda _: batches)
 
 
@@ -144,8 +143,8 @@ def _hash(text: Any, buckets: int) -> Any:
 def checked_batch(mesh: Any, data: Any) -> Any:
     """Return the global batch of a step, after a check that all processes have read the same.
 
-    The mesh is all devices that train together (`_step.Mesh`). Where the data end in all processes
-    at once, TensorFlow itself ends the epoch, and there is no step.
+    The mesh is all devices that train together (`_step.Mesh`). If the data end in all processes at
+    once, TensorFlow itself ends the epoch, and there is no step.
     """
 
     def on_first_device(leaf: Any) -> Any:
@@ -156,9 +155,9 @@ def checked_batch(mesh: Any, data: Any) -> Any:
     data = tf.nest.map_structure(on_first_device, data)
     if not isinstance(data, FingerprintedBatch):  # There is only one process.
         return data
-    # The sum over rows is `[1, hash]`, and `[0, 0]` if there is no row.
+    # The sum of the rows is `[1, hash]`, or `[0, 0]` if there is no row.
     num_rows, hash_here = tf.unstack(tf.reduce_sum(tf.cast(data.fingerprint, tf.int64), axis=0))
-    # Exchanges between processes have numbers. 0 is this one's; a step's layers get higher ones.
+    # What processes exchange in a step is numbered: 0 is this, and layers have higher numbers.
     sums = total(mesh, tf.stack([num_rows, hash_here, hash_here * hash_here]), Channel(0))
     num_batches, sum_of_hashes, sum_of_squares = tf.unstack(sums)
     all_have_a_batch = num_batches == mesh.num_processes

@@ -2,8 +2,8 @@
 
 All devices (replicas; `step.mesh` has them) share a global batch, one batch of `fit`; the part of a
 device is some of its examples. A step is what `fit` does with a global batch. It is traced once, as
-on one device. Of several processes, which train together, each with devices of its own, each traces
-the same step. A library's layer was written by Keras or KerasHub, with all in it, not by the user.
+on one device. Several processes, which train together, each with its own devices, trace the same
+step. A library's layer, with all layers in it, was written by Keras or KerasHub, not by the user.
 
 While a step is traced, `call_layer` replaces Keras' `Layer.__call__` and gets it as `original`. It
 cuts a layer's arguments into parts, calls the layer on each device, and joins the outputs. These
@@ -31,7 +31,7 @@ from kdpkit.training.tensorflow._variable_copies import PartScope
 
 
 def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer; in a step, if the policy divides it, once for each device on its part."""
+    """Call a layer; in a step, if `step.policy` divides it, once for each device on its part."""
     step = current_step()
     if step is None:
         return original(layer, *args, **kwargs)
@@ -111,7 +111,7 @@ class Arguments:
         self.split: Split = parts.split if parts else _tensor_parts.split_of(step, first)
         # More than 1 if a user's layer has reshaped its output to several entries for an example.
         self.entries_per_example = parts.per_example if parts else 1
-        # Equal ids mean equally many examples. Of others that is known only when the step runs.
+        # Tensors of equal ids have equally many examples. Others are compared when the step runs.
         all_parts = [known_parts(step, tensor) for tensor in _with_examples(nest)]
         totals = {parts.split.length_id: parts.split.total for parts in all_parts if parts}
         totals.pop(self.split.length_id, None)
@@ -130,10 +130,10 @@ class Arguments:
         step = self._step
         tensors = self._cut(leaf)
         if tensors is None:
-            if isinstance(leaf, tf.Tensor):  # The value stays; processes add up its gradients.
+            if isinstance(leaf, tf.Tensor):  # Same value; the processes add up its gradients.
                 leaf = with_summed_gradient(step.mesh, leaf, step.channel())
             return [leaf] * len(step.mesh.devices)
-        if leaf is self._first and self._assertions:  # The layer is called on what they passed.
+        if leaf is self._first and self._assertions:  # The call waits for them.
             with tf.control_dependencies(self._assertions):
                 tensors = [*map(tf.identity, tensors)]
         for get, attach in ATTACHED_TENSORS:  # a mask, and the logits of a softmax
@@ -182,7 +182,7 @@ def explaining_other_lengths() -> Iterator[None]:
 
 
 def _may_have_examples(leaf: Any) -> bool:
-    """Return whether a leaf may have entries for each example; a single one is for all of them."""
+    """Return whether a leaf may have entries for each example: a single one is broadcast."""
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] != 1
 
 
