@@ -2,13 +2,14 @@
 
     python recipes/bert_mlm.py --strategy mirrored --replicas 2
 
-This is the workload of the Keras guide to data-parallel training with KerasHub, with its mistakes
-fixed: the learning-rate decay reaches the optimizer, masks are new in each epoch, validation is not
-shuffled, the replicas divide every batch, and no token of a long line is lost. It is also several
-times as fast per real token: training sequences are full, and the loss only uses the masked
-positions and never holds all their logits; `--jit on` compiles the step with XLA. `--data` takes
-"builtin" (the English documentation that ships with Python), a directory with the WikiText files,
-or a text file. With KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
+Each replica is a copy of the model on a device of its own, and all train as one. This is the
+workload of the Keras guide to data-parallel training with KerasHub, without the guide's mistakes:
+its learning-rate decay never reaches the optimizer, its masks are the same in each epoch, it
+shuffles the validation data, and it cuts the ends of long lines off. Training sequences are full,
+without padding, and the logits are computed at the masked positions only, for a part of the
+vocabulary at a time; `--jit on` compiles the step with XLA. `--data` takes "builtin" (the English
+documentation that ships with Python), a directory with the WikiText files, or a text file. With
+KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 """
 
 import collections
@@ -24,11 +25,16 @@ add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset 
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=32, help="tokens in a sequence")
 add("--warmup-steps", type=int, help="(default: a twentieth of all steps)")
-add("--clip-norm", type=float, default=1.0, help="largest norm of all gradients; 0 for any")
+add(
+    "--clip-norm",
+    type=float,
+    default=1.0,
+    help="largest norm of all gradients together; 0: no clipping",
+)
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
-add("--steps-per-loop", type=positive, default=1, help="steps per compiled call, such as 16")
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+add("--steps-per-loop", type=positive, default=1, help="as Keras' steps_per_execution")
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import numpy as np
@@ -46,45 +52,46 @@ def build_model(args, lines):
         model = text.from_preset(models.BertMaskedLM, args.preset, preprocessor=None)
     else:
         words = corpora.learn_vocabulary(lines, args.vocabulary_size)
-        tokenizer, length = models.BertTokenizer(words, lowercase=True), args.sequence_length
+        tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}
-        backbone = models.BertBackbone(len(words), max_sequence_length=max(512, length), **size)
-        model = models.BertMaskedLM(backbone)
+        size["max_sequence_length"] = max(512, args.sequence_length)
+        model = models.BertMaskedLM(models.BertBackbone(len(words), **size))
     model.backbone.get_layer("pooled_dense").trainable = False  # unused by the masked-word task
     return tokenizer, model
 
 
 def print_guesses(model, tokenizer, splits):
-    """Leave one frequent word out of each held-out sentence, and print the model's best guesses."""
-    words = collections.Counter(re.findall("[a-z]+", " ".join(splits.train).lower()))
-    frequent = {word for word, _ in words.most_common(100)} & {*tokenizer.get_vocabulary()}
-    pattern = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
-    sentences = re.findall(pattern, "\n".join(splits.test), re.MULTILINE)
-    places = [[*re.finditer(r"(?<= )[a-z]+(?= )", sentence)] for sentence in sentences]
-    places = [[place for place in row if place[0] in frequent] for row in places]
-    chosen = [row[len(row) // 2] for row in places if row]  # the one in the middle
-    mask, end = tokenizer.mask_token_id, tokenizer.end_token_id
-    ids = np.full((len(chosen), 64), tokenizer.pad_token_id)
-    for row, place in zip(ids, chosen, strict=True):
-        before, after = map(tokenizer, (place.string[: place.start()], place.string[place.end() :]))
-        tokens = [tokenizer.start_token_id, *before, mask, *after][: len(row) - 1]
-        row[: len(tokens) + 1] = *tokens, end
-    masked = {"mask_positions": np.argmax(ids == mask, axis=1)[:, np.newaxis]}
-    features = {"token_ids": ids, "padding_mask": ids != 0, "segment_ids": 0 * ids, **masked}
+    """Leave a frequent word out of each held-out sentence, and print the model's best guesses."""
+    counts = collections.Counter(re.findall("[a-z]+", " ".join(splits.train).lower()))
+    frequent = {word for word, _ in counts.most_common(100)} & {*tokenizer.get_vocabulary()}
+    sentence_of_6_to_13_words = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
+    gaps = []  # the text before the word, the word, and the text after it
+    for sentence in re.findall(sentence_of_6_to_13_words, "\n".join(splits.test), re.MULTILINE):
+        words = sentence.split(" ")
+        if positions := [i for i, word in enumerate(words) if word in frequent]:
+            i = positions[len(positions) // 2]  # of several frequent words the one in the middle
+            gaps.append((" ".join(words[:i]), words[i], " ".join(words[i + 1 :])))
+    start, mask, end = (getattr(tokenizer, f"{name}_token_id") for name in ("start", "mask", "end"))
+    ids = np.full((len(gaps), 64), tokenizer.pad_token_id)
+    for row, (before, _, after) in zip(ids, gaps, strict=True):
+        tokens = [start, *tokenizer(before), mask, *tokenizer(after), end][: len(row)]
+        row[: len(tokens)] = tokens
+    features = {"token_ids": ids, "segment_ids": np.zeros_like(ids)}
+    features["padding_mask"] = ids != tokenizer.pad_token_id
+    features["mask_positions"] = np.argmax(ids == mask, axis=1)[:, np.newaxis]
     logits = keras.ops.cast(model(features)[:, 0], "float32")
-    odds = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
-    best = np.argsort(-odds)[:, :4]
-    right = best == [[tokenizer.token_to_id(place[0])] for place in chosen]
-    first, among_four = right[:, 0].mean(), right.any(axis=1).mean()
-    print(f"A word left out of {len(chosen)} sentences that training has not seen: the first guess")
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+    guesses = np.argsort(-probabilities, axis=1)[:, :4]
+    is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
+    first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
+    print(f"A word left out of {len(gaps)} sentences that training has not seen: the first guess")
     print(
         f"is right for {first:.0%} of them, one of four for {among_four:.0%}. The surest guesses:"
     )
-    for row in np.argsort(-odds.max(axis=1))[:4]:
-        place = chosen[row]
-        sentence = place.string[: place.start()] + "____" + place.string[place.end() :]
-        guesses = ", ".join(f"{tokenizer.id_to_token(i)} {odds[row, i]:.0%}" for i in best[row])
-        print(f"  {sentence}\n    {guesses}; it was: {place[0]}")
+    for row in np.argsort(-probabilities.max(axis=1))[:4]:
+        before, word, after = gaps[row]
+        best = (f"{tokenizer.id_to_token(i)} {probabilities[row, i]:.0%}" for i in guesses[row])
+        print(f"  {before} ____ {after}\n    {', '.join(best)}; it was: {word}")
 
 
 def main(argv=None):
@@ -92,35 +99,37 @@ def main(argv=None):
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
     keras.config.set_dtype_policy(args.precision)
-    plan = experiment.plan_from(args, strategy)
+    plan = experiment.plan_from(args, strategy)  # batch size and learning rate for the replicas
     size, length = plan.global_batch_size, args.sequence_length
 
-    splits = corpora.load_text(args.data, longer_than=100)  # without headings
+    splits = corpora.load_text(args.data, longer_than=100)  # bytes: without headings
     print(f"{len(splits.train):,} lines to train on")
-    with strategy.scope():
+    with strategy.scope():  # each replica gets a copy of the variables that are made here
         tokenizer, model = build_model(args, splits.train)
-    mask = pipelines.mask_tokens(tokenizer)
+    mask_tokens = pipelines.mask_tokens(tokenizer)
 
-    def tokens(lines, **settings):
+    def tokenized(lines, **settings):
         dataset = tf.data.Dataset.from_tensor_slices(list(lines))
         return dataset.apply(pipelines.tokenize(tokenizer, **settings))
 
     def held_out(lines):
-        examples = tokens(lines, sequence_length=length)  # each line begins a sequence
-        batches = pipelines.eval_pipeline(examples, prepare=mask, global_batch_size=size)
-        return batches.apply(pipelines.normalize_weights)
+        examples = tokenized(lines, sequence_length=length)  # no sequence has parts of two lines
+        batches = pipelines.eval_pipeline(examples, prepare=mask_tokens, global_batch_size=size)
+        return batches.apply(pipelines.normalize_weights)  # 0 at padding, so that the rest mean 1
 
-    packed = pipelines.pack_tokens(length, **text.special_ids(tokenizer))  # without padding
+    pack = pipelines.pack_tokens(length, **text.special_ids(tokenizer))
     train = pipelines.train_pipeline(
-        tokens(splits.train).apply(packed),
+        tokenized(splits.train).apply(pack),
         pipelines.PipelineConfig(seed=args.seed),
-        augment=mask,  # new masks in each epoch
+        augment=mask_tokens,  # new masks in each epoch
         steps_per_epoch=args.steps_per_epoch,
         global_batch_size=size,
     )
     steps = len(train) * args.epochs
     warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     rate = schedules.warmup_polynomial(plan.learning_rate, total_steps=steps, warmup_steps=warmup)
+    # A loop has the `fit` and `evaluate` of a compiled model. This one takes the cross-entropy of
+    # the masked positions, and gives the metrics the most probable tokens.
     loop = training.MaskedLMLoop(
         model,
         optimizer=keras.optimizers.AdamW(rate, global_clipnorm=args.clip_norm or None),
@@ -131,7 +140,7 @@ def main(argv=None):
     )
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
     loop.fit(
-        record.resumed(train),
+        record.resumed(train),  # with --resume, what the last run has not trained on
         held_out(splits.validation),
         epochs=args.epochs,
         callbacks=record.callbacks,

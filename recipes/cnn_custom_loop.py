@@ -21,7 +21,7 @@ add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches
 add("--label-smoothing", type=float, default=0.0, help="share of all classes in a label")
 last = "keep or drop a smaller last batch; drop it for a TPU"
 add("--remainder", choices=("keep", "drop"), default="keep", help=last)
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import tensorflow as tf

@@ -17,7 +17,7 @@ parser = experiment.argument_parser(
 )
 files = "write TFRecord files there and train from them"
 parser.add_argument("--tfrecords", metavar="DIRECTORY", help=files)
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import tensorflow as tf

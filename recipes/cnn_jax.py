@@ -32,7 +32,7 @@ add("--steps-per-loop", type=positive, default=1, help="steps per compiled call"
 add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
 add("--processes", type=positive, default=1, help="how many")
 add("--process", type=int, default=0, help="index of this process")
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import jax
 import keras

@@ -29,7 +29,7 @@ add("--shard", choices=("none", "optimizer", "weights"), default="none", help="w
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--save", metavar="DIRECTORY", help="what `from_preset` loads then")
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import numpy as np

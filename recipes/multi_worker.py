@@ -25,7 +25,7 @@ SETTINGS = {"epochs": 8, "per_replica_batch_size": 64, "base_learning_rate": 1e-
 parser = experiment.argument_parser(__doc__, strategy="multi_worker", **SETTINGS)
 links = "sum gradients over the network or between GPUs"
 parser.add_argument("--communication", choices=["auto", "ring", "nccl"], default="auto", help=links)
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import tensorflow as tf

@@ -23,7 +23,7 @@ parser = experiment.argument_parser(
 )
 calls = "steps of all workers between calls of the callbacks, such as 16 per worker"
 parser.add_argument("--steps-per-loop", type=experiment.positive_integer, default=1, help=calls)
-experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
+experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import tensorflow as tf
