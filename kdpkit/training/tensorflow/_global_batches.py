@@ -3,11 +3,11 @@
 A global batch is one batch of `fit`, which all devices (replicas) share: each trains on its part,
 some of the examples. A process is one of the programs that train together, each on its own devices.
 
-With several processes TensorFlow would give each process another shard of the dataset. Sharding by
-files groups other examples into a batch; sharding by examples splits a batch elsewhere if its size
-is no multiple of their number; without sharding every process would train on all examples. So here
-every process reads the complete dataset and trains on its part of each global batch, and each step
-checks that all processes have read the same batch.
+With several processes TensorFlow's own distribution would give each process another shard of the
+dataset. Batches would then differ from those of one device: a shard of the files has other examples
+in its batches, and a shard of the examples has other ones if a batch is not a multiple of the
+processes. So here the dataset is not sharded: every process reads all of it and trains on its part
+of each global batch, and each step checks that all processes have read the same batch.
 """
 
 import contextlib
@@ -65,14 +65,15 @@ def global_batches(
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
-    dataset = with_private_batches(dataset)  # so that no layer writes into the user's arrays
+    # TensorFlow's operations may write into the user's arrays, so they get copies.
+    dataset = with_private_batches(dataset)
     if not spans_processes(strategy):
         return dataset
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy not in (_POLICY.AUTO, _POLICY.DATA):
         checks.fail(
-            "Every process reads the complete dataset and trains on its part of each batch. With "
-            "OFF it would train on all examples, with FILE or HINT on batches of other examples.",
+            "Every process reads the complete dataset and trains on its part of each batch, so a "
+            "policy of sharding has no effect.",
             auto_shard_policy=policy.name,
             remedy="Pass the same dataset in all processes, without sharding and without a policy.",
         )
