@@ -17,7 +17,7 @@ import re
 
 from kdpkit import experiment
 
-parser = experiment.argument_parser(
+parser = experiment.argument_parser(  # "sqrt": the rate grows with the root of the replicas
     __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=2e-3, rule="sqrt"
 )
 add, positive = parser.add_argument, experiment.positive_integer
@@ -102,7 +102,7 @@ def main(argv=None):
     plan = experiment.plan_from(args, strategy)  # batch size and learning rate for the replicas
     size, length = plan.global_batch_size, args.sequence_length
 
-    splits = corpora.load_text(args.data, longer_than=100)  # bytes: without headings
+    splits = corpora.load_text(args.data, longer_than=100)  # bytes, as headings are shorter
     print(f"{len(splits.train):,} lines to train on")
     with strategy.scope():  # each replica gets a copy of the variables that are made here
         tokenizer, model = build_model(args, splits.train)
@@ -113,9 +113,9 @@ def main(argv=None):
         return dataset.apply(pipelines.tokenize(tokenizer, **settings))
 
     def held_out(lines):
-        examples = tokenized(lines, sequence_length=length)  # no sequence has parts of two lines
+        examples = tokenized(lines, sequence_length=length)  # each line in sequences of its own
         batches = pipelines.eval_pipeline(examples, prepare=mask_tokens, global_batch_size=size)
-        return batches.apply(pipelines.normalize_weights)  # 0 at padding, so that the rest mean 1
+        return batches.apply(pipelines.normalize_weights)  # with 0 at padding
 
     pack = pipelines.pack_tokens(length, **text.special_ids(tokenizer))
     train = pipelines.train_pipeline(
@@ -128,8 +128,8 @@ def main(argv=None):
     steps = len(train) * args.epochs
     warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     rate = schedules.warmup_polynomial(plan.learning_rate, total_steps=steps, warmup_steps=warmup)
-    # A loop has the `fit` and `evaluate` of a compiled model. This one takes the cross-entropy of
-    # the masked positions, and gives the metrics the most probable tokens.
+    # A loop has the `fit` and `evaluate` of a compiled model. The loss of this one is the
+    # cross-entropy at the masked positions; its metrics see the most probable tokens.
     loop = training.MaskedLMLoop(
         model,
         optimizer=keras.optimizers.AdamW(rate, global_clipnorm=args.clip_norm or None),

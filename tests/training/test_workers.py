@@ -45,8 +45,8 @@ def test_the_parts_of_processes_are_those_of_one(num_examples, processes, local)
             ]
 
 
-def opened(monkeypatch, *fingerprints):
-    """Open a batch in the first of some processes; None stands for one without a batch."""
+def checked(monkeypatch, *fingerprints):
+    """Check a batch in the first of some processes; None stands for one without a batch."""
     rows = [
         tf.zeros([0, 2], tf.int64) if fingerprint is None else [[1, fingerprint]]
         for fingerprint in fingerprints
@@ -59,18 +59,20 @@ def opened(monkeypatch, *fingerprints):
     monkeypatch.setattr(_global_batches, "total", total)
     mesh = types.SimpleNamespace(num_processes=len(rows))
     with _global_batches.explaining_differences():
-        return _global_batches.opened(mesh, _global_batches.Read(tf.constant([7]), rows[0]))
+        return _global_batches.checked_batch(
+            mesh, _global_batches.FingerprintedBatch(tf.constant([7]), rows[0])
+        )
 
 
-def test_the_same_batches_are_opened_and_others_are_one_sentence(monkeypatch):
-    most = _global_batches._HASHES - 1
-    assert opened(monkeypatch, 5, 5, 5).numpy().tolist() == [7]
-    assert opened(monkeypatch, *[most] * 1000).numpy().tolist() == [7]
+def test_the_same_batches_pass_the_check_and_others_are_one_sentence(monkeypatch):
+    most = _global_batches._NUM_HASHES - 1
+    assert checked(monkeypatch, 5, 5, 5).numpy().tolist() == [7]
+    assert checked(monkeypatch, *[most] * 1000).numpy().tolist() == [7]
     for others in ([5, 6], [*[most] * 999, most - 1], [1, 3, 2]):
         with pytest.raises(ValueError, match="same batches.*set_random_seed"):
-            opened(monkeypatch, *others)
+            checked(monkeypatch, *others)
     with pytest.raises(ValueError, match="number of batches"):
-        opened(monkeypatch, 5, None, 5)
+        checked(monkeypatch, 5, None, 5)
 
 
 def test_fingerprints_of_batches_differ_by_any_part():

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow._collectives import sum_gradients, summed
+from kdpkit.training.tensorflow._collectives import summed, with_summed_gradient
 from kdpkit.training.tensorflow._split import Split, entries_per_example
 from kdpkit.training.tensorflow._step import Step, current_part
 from kdpkit.training.tensorflow._tensor_parts import moved_to
@@ -44,7 +44,7 @@ def moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
 
 
 @contextlib.contextmanager
-def on_wide_inputs(step: Step, layer: Any, calls: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def with_float32_inputs(step: Step, layer: Any, calls: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Cast the inputs of a layer to float32, for the calls that are made in this.
 
     The inputs' gradient is a sum of the layer's and of its statistics', which would overflow in
@@ -93,7 +93,7 @@ def moments_of_parts(step: Step, layer: Any, split: Split, calls: Sequence[Any])
     epsilon = keras.config.epsilon() if is_weighted else 0.0
     with tf.device(step.mesh.home):
         factor = tf.math.reciprocal_no_nan(_sum(step, counts) + epsilon)
-        mean = sum_gradients(step.mesh, _sum(step, sums) * factor, step.channel())
+        mean = with_summed_gradient(step.mesh, _sum(step, sums) * factor, step.channel())
     for device, (x, weights) in zip(devices, parts, strict=True):
         center = moved_to(device, mean)
         with tf.device(device):
@@ -106,7 +106,7 @@ def moments_of_parts(step: Step, layer: Any, split: Split, calls: Sequence[Any])
                 deviations = tf.math.multiply_no_nan(deviations, weights)
             squares.append(tf.reduce_sum(tf.square(deviations), axes))
     with tf.device(step.mesh.home):
-        variance = sum_gradients(step.mesh, _sum(step, squares) * factor, step.channel())
+        variance = with_summed_gradient(step.mesh, _sum(step, squares) * factor, step.channel())
     return [(moved_to(device, mean), moved_to(device, variance)) for device in devices]
 
 

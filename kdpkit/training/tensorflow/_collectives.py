@@ -85,11 +85,13 @@ def summed(mesh: Any, tensor: Any, channel: Channel) -> Any:
     if mesh.num_processes == 1 or not is_differentiable(tensor):
         return sum_of_all
     return with_gradient(
-        sum_of_all, tensor, lambda upstream: sum_gradients(mesh, upstream, channel.of_gradient())
+        sum_of_all,
+        tensor,
+        lambda upstream: with_summed_gradient(mesh, upstream, channel.of_gradient()),
     )
 
 
-def sum_gradients(mesh: Any, tensor: Any, channel: Channel) -> Any:
+def with_summed_gradient(mesh: Any, tensor: Any, channel: Channel) -> Any:
     """Return a tensor that all processes have; its gradients are added up over the processes."""
     if mesh.num_processes == 1 or not is_differentiable(tensor):
         return tensor

@@ -213,7 +213,7 @@ class _ExactSteps:
         """Run a step once, on the global batch: what Keras calls for the model's own."""
         jit, is_one = bool(self.model.jit_compile), self.mesh.num_parts == 1
         step = Step(self.mesh, self.policy, batch_norm=self.batch_norm, jit=jit and not is_one)
-        data = _global_batches.opened(self.mesh, data)
+        data = _global_batches.checked_batch(self.mesh, data)
         with traced_once(step, data), contextlib.ExitStack() as stack:
             if jit and is_one:  # XLA draws several axes in another order.
                 count = _global_batches.examples_in_batch(data)

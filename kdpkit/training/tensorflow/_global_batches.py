@@ -1,10 +1,13 @@
-"""The global batches of a dataset, which every process reads, and compares with the others'.
+"""The global batches of a dataset, which every process reads and compares with the others'.
 
-With several processes TensorFlow's own sharding of a dataset depends on its source and on a policy.
-A shard by files gives batches of other examples than one device has; a shard of the data splits
-batches at other positions where they are uneven; and with none every process trains on all of it.
-Here every process reads the complete dataset, so that a batch has exactly the examples that it has
-on one device. That all read the same batches is compared in every step.
+A global batch is one batch of `fit`, which all devices (replicas) share: each trains on its part,
+some of the examples. A process is one of the programs that train together, each on its own devices.
+
+With several processes TensorFlow's own distribution would give each process another shard of the
+dataset. Batches would then differ from those of one device: a shard of the files has other examples
+in its batches, and a shard of the examples has other ones if a batch is not a multiple of the
+processes. So here the dataset is not sharded: every process reads all of it and trains on its part
+of each global batch, and each step checks that all processes have read the same batch.
 """
 
 import contextlib
@@ -19,28 +22,27 @@ from kdpkit._internal.datasets import joining, with_private_batches
 from kdpkit.training.tensorflow._collectives import Channel, total
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-_HASHES = 1 << 20  # few enough that the sum of the squares of 1000 fits in 60 bits
+# With 1000 processes `checked_batch` computes at most 1000 * 1000 * 2**40: an int64 holds that.
+_NUM_HASHES = 1 << 20
 _SAME = (
     "Build the same dataset in every process, in the same order: shuffle with a seed, as "
     "`kdpkit.pipelines.train_pipeline` does, or call `keras.utils.set_random_seed` first."
 )
 _ENDED = (
-    "The number of batches must be the same in all processes, and one has come to its end before "
+    "The number of batches must be the same in all processes, but one has come to its end before "
     "the others."
 )
-_DIFFERENT = (
-    "All processes must read the same batches, of which each takes its examples, and they read "
-    "different ones."
-)
+_DIFFERENT = "All processes must read the same batches, but they have read different ones."
 _reported: set[str] = set()
 
 
-class Read(NamedTuple):
-    """A global batch as one of several processes has read it.
+class FingerprintedBatch(NamedTuple):
+    """A global batch that one of several processes has read, before it is compared.
 
     Args:
-        batch: Its examples.
-        fingerprint: `[[1, hash]]` with a hash of the batch; empty at the end of the data.
+        batch: The examples.
+        fingerprint: `[[1, hash]]` with a hash of the batch. It has no row if the data have ended in
+            this process and not in all: TensorFlow then passes empty tensors.
     """
 
     batch: Any
@@ -55,43 +57,48 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
 def global_batches(
     strategy: tf.distribute.Strategy, dataset: Any, name: str = "the dataset"
 ) -> Any:
-    """Return what gives the global batches of a dataset, in each process.
+    """Return an iterable over the global batches of a dataset, all of them in each process.
 
     Raises:
-        ValueError: In all processes, if its length or its kind of batches is not the same in all,
-            or its auto-shard policy is OFF, HINT or FILE.
+        ValueError: In all processes, if they differ in the number of batches or in the batches'
+            types and shapes, or if the dataset's auto-shard policy is OFF, HINT or FILE.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
+    # TensorFlow's operations may write into the user's arrays, so they get copies.
     dataset = with_private_batches(dataset)
     if not spans_processes(strategy):
         return dataset
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy not in (_POLICY.AUTO, _POLICY.DATA):
         checks.fail(
-            "With this policy every process would train on a part of its own pipeline, in other "
-            "batches than one device's.",
+            "Every process reads the complete dataset and trains on its part of each batch, so a "
+            "policy of sharding has no effect.",
             auto_shard_policy=policy.name,
-            remedy="Pass the same dataset in all processes, without an auto-shard policy.",
+            remedy="Pass the same dataset in all processes, without sharding and without a policy.",
         )
-    spec = int(_hash(repr(dataset.element_spec), 1 << 60))
-    numbers = {"The types and shapes": spec, "The number": int(dataset.cardinality())}
-    for what, number in numbers.items():
-        compared = f"{what} of the batches of {name}"
-        processes.require_equal(compared, [number], remedy=_SAME, strategy=strategy)
+    types_and_shapes = int(_hash(repr(dataset.element_spec), 1 << 60))
+    numbers = {"The types and shapes": types_and_shapes, "The number": int(dataset.cardinality())}
+    for property_name, number in numbers.items():
+        subject = f"{property_name} of the batches of {name}"
+        processes.require_equal(subject, [number], remedy=_SAME, strategy=strategy)
     _report_once(
-        f"Each of the {processes.count()} processes reads all of the data and takes its examples "
-        "of every batch."
+        f"Each of the {processes.count()} processes reads all of the data, and takes its part of "
+        "every batch."
     )
+    # tf.data passes the tensors of a tuple, such as `(x, y)`, as separate arguments.
     join, num_devices = joining(dataset.element_spec), len(strategy.extended.worker_devices)
 
-    def read_for_each_device(*parts: Any) -> Any:
-        batch = join(parts)
-        read = Read(batch, _fingerprint(batch))
-        return tf.data.Dataset.from_tensors(read).repeat(num_devices)
+    def batch_for_each_device(*arguments: Any) -> Any:
+        batch = join(arguments)
+        element = FingerprintedBatch(batch, _fingerprint(batch))
+        # The strategy takes one element for each device of this process, here the same one.
+        return tf.data.Dataset.from_tensors(element).repeat(num_devices)
 
-    reads = dataset.flat_map(tf.autograph.experimental.do_not_convert(read_for_each_device))
-    return strategy.distribute_datasets_from_function(lambda _: reads)
+    # AutoGraph has nothing to convert here: the function has no `if` or loop.
+    batches = dataset.flat_map(tf.autograph.experimental.do_not_convert(batch_for_each_device))
+    # Unlike `experimental_distribute_dataset` it shards nothing: each process gets its dataset.
+    return strategy.distribute_datasets_from_function(lambda _: batches)
 
 
 def _report_once(line: str) -> None:
@@ -101,7 +108,7 @@ def _report_once(line: str) -> None:
 
 
 def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    """Return some examples of a dense, ragged or sparse tensor."""
+    """Return the examples from `start` to `stop` of a dense, ragged or sparse tensor."""
     if not isinstance(tensor, tf.SparseTensor):
         return tensor[start:stop]
     rest = tf.cast(tf.shape(tensor)[1:], tf.int64)
@@ -121,50 +128,59 @@ def examples_in_batch(batch: Any) -> Any:
 
 
 def _fingerprint(batch: Any) -> Any:
-    """Return a number that other batches, in all likelihood, do not have."""
+    """Return `[[1, hash]]`, with a hash that another batch is very unlikely to have."""
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
     hashes = tf.strings.join(
         [tf.strings.as_string(_hash(tf.io.serialize_tensor(leaf), 1 << 60)) for leaf in leaves],
         separator=" ",
     )
-    return [[tf.constant(1, tf.int64), _hash(hashes, _HASHES)]]
+    return [[tf.constant(1, tf.int64), _hash(hashes, _NUM_HASHES)]]
 
 
 def _hash(text: Any, buckets: int) -> Any:
     return tf.strings.to_hash_bucket_fast(text, buckets)
 
 
-def opened(mesh: Any, data: Any) -> Any:
-    """Return the global batch; of several processes, if it is the same in all of them."""
+def checked_batch(mesh: Any, data: Any) -> Any:
+    """Return the global batch of a step, after a check that all processes have read the same.
 
-    def of_first_device(leaf: Any) -> Any:
+    The mesh is all devices that train together (`_step.Mesh`). If the data end in all processes at
+    once, TensorFlow itself ends the epoch, and there is no step.
+    """
+
+    def on_first_device(leaf: Any) -> Any:
         if isinstance(leaf, tf.distribute.DistributedValues):
             return mesh.strategy.experimental_local_results(leaf)[0]
         return leaf
 
-    data = tf.nest.map_structure(of_first_device, data)
-    if not isinstance(data, Read):
+    data = tf.nest.map_structure(on_first_device, data)
+    if not isinstance(data, FingerprintedBatch):  # There is only one process.
         return data
-    present, value = tf.unstack(tf.reduce_sum(tf.cast(data.fingerprint, tf.int64), axis=0))
-    sums = total(mesh, tf.stack([present, value, value * value]), Channel(0))
-    present, value, squares = tf.unstack(sums)
-    # R numbers are equal exactly if R times the sum of their squares is the square of their sum.
-    count = mesh.num_processes
+    # The sum of the rows is `[1, hash]`, or `[0, 0]` if there is no row.
+    num_rows, hash_here = tf.unstack(tf.reduce_sum(tf.cast(data.fingerprint, tf.int64), axis=0))
+    # What processes exchange in a step is numbered: 0 is this, and layers have higher numbers.
+    sums = total(mesh, tf.stack([num_rows, hash_here, hash_here * hash_here]), Channel(0))
+    num_batches, sum_of_hashes, sum_of_squares = tf.unstack(sums)
+    all_have_a_batch = num_batches == mesh.num_processes
+    # N numbers are equal exactly if N times the sum of their squares is the square of their sum.
+    are_equal = mesh.num_processes * sum_of_squares == sum_of_hashes * sum_of_hashes
     assertions = [
-        tf.debugging.Assert(present == count, [_ENDED]),
-        tf.debugging.Assert((present != count) | (count * squares == value * value), [_DIFFERENT]),
+        tf.debugging.Assert(all_have_a_batch, [_ENDED]),
+        # This one passes if the first fails, so that the error has one of the two sentences.
+        tf.debugging.Assert(~all_have_a_batch | are_equal, [_DIFFERENT]),
     ]
+    # The step computes with copies of the tensors, which are not made before the checks pass.
     with tf.control_dependencies(assertions):
         return tf.nest.map_structure(tf.identity, data.batch, expand_composites=True)
 
 
 @contextlib.contextmanager
 def explaining_differences() -> Iterator[None]:
-    """Raise a sentence, in all processes, where they have read different batches."""
+    """Raise an `InputError` with the fix, in all processes, where `checked_batch` fails."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for sentence in (_ENDED, _DIFFERENT):
-            if sentence in str(error):
-                checks.fail(sentence, remedy=_SAME)
+        for problem in (_ENDED, _DIFFERENT):
+            if problem in str(error):
+                checks.fail(problem, remedy=_SAME)
         raise

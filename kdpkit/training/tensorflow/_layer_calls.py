@@ -1,8 +1,14 @@
-"""Calls of layers, repeated once for each device on its part of the examples.
+"""Calls of layers: a layer is called once for each device, on its part of the examples.
 
-The step around them runs once, on all examples, as on one device. The call on a part is a function
-of its inputs and of the variables' values: each device reads its own copies, whose gradients go to
-the variables, and what the calls assign is assigned once, after all of them.
+All devices (replicas; `step.mesh` has them) share a global batch, one batch of `fit`; the part of a
+device is some of its examples. A step is what `fit` does with a global batch. It is traced once, as
+on one device. Several processes, which train together, each with its own devices, trace the same
+step. A library's layer, with all layers in it, was written by Keras or KerasHub, not by the user.
+
+While a step is traced, `call_layer` replaces Keras' `Layer.__call__` and gets it as `original`. It
+cuts a layer's arguments into parts, calls the layer on each device, and joins the outputs. These
+calls are functions of inputs and of the variables' values: each device reads its own copies, whose
+gradients go to the variables. What the calls assign is assigned once, after all of them.
 """
 
 import contextlib
@@ -14,7 +20,7 @@ import tensorflow as tf
 from kdpkit._internal import checks, versions
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _batch_norm, _tensor_parts, _xla
-from kdpkit.training.tensorflow._collectives import sum_gradients
+from kdpkit.training.tensorflow._collectives import with_summed_gradient
 from kdpkit.training.tensorflow._keras_internals import ATTACHED_TENSORS, build_layer
 from kdpkit.training.tensorflow._library_layers import has_too_few_axes, is_written_by_libraries
 from kdpkit.training.tensorflow._policy import is_batch_norm
@@ -25,22 +31,23 @@ from kdpkit.training.tensorflow._variable_copies import PartScope
 
 
 def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer; in a step, if it may be divided, once for each device on its part."""
+    """Call a layer; in a step, if `step.policy` divides it, once for each device on its part."""
     step = current_step()
     if step is None:
         return original(layer, *args, **kwargs)
-    if current_part() is not None:
+    if current_part() is not None:  # This layer is in one that is being called on a part.
         if has_too_few_axes(layer, args, kwargs):
             _reject_few_axes(layer)
         return original(layer, *args, **kwargs)
     if not layer.built:
+        # Variables are created outside of the step's graph, with a copy on each device.
         with tf.init_scope(), step.mesh.strategy.scope():
             build_layer(layer, args, kwargs)
-    first = first_with_examples((args, kwargs)) if step.may_divide() else None
+    first = first_with_examples((args, kwargs)) if step.asks_policy() else None
     if first is None or not step.policy.divides(step, layer, args, kwargs):
         return original(layer, *args, **kwargs)
     if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
-        return original(layer, *args, **kwargs)  # The layers in it may be divided.
+        return original(layer, *args, **kwargs)  # The layers in it are asked about when called.
     return _call_on_parts(step, original, layer, first, args, kwargs)
 
 
@@ -52,23 +59,24 @@ def _call_on_parts(
     moments: Sequence[Any] | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without_regularizer(layer))
-        calls: Any = arguments.of_devices
+        calls: Any = arguments.by_device
         if is_batch_norm(layer):
-            calls = stack.enter_context(_batch_norm.on_wide_inputs(step, layer, calls))
+            calls = stack.enter_context(_batch_norm.with_float32_inputs(step, layer, calls))
             moments = _batch_norm.moments_of_parts(step, layer, split, calls)
         parts = [
             Part(step, index, split, moments=moments and moments[index])
             for index in range(len(calls))
         ]
         outputs, scopes = _outputs(step, original, layer, parts, calls)
-    arguments.drop_masks()
+    arguments.remove_masks()
     _assign(step, split, scopes)
     for losses in zip(*(scope.losses for scope in scopes), strict=True):
         layer.add_loss(_tensor_parts.mean_of_parts(step, split, losses))
-    # A library's layer returns as many entries for each example as it is called on.
+    # A library's layer keeps the length of the first axis, and so the number of entries for each
+    # example; a user's may change it, and `join_output` finds it from the outputs.
     lengths: dict[str, Any] = {}
     if is_written_by_libraries(layer):
-        lengths = {"length": first.shape[0], "per_example": arguments.per_example}
+        lengths = {"length": first.shape[0], "per_example": arguments.entries_per_example}
     joined = tf.nest.map_structure(
         lambda *tensors: join_output(step, split, tensors, **lengths), *outputs
     )
@@ -80,9 +88,9 @@ def _call_on_parts(
 def _outputs(
     step: Step, original: Callable, layer: Any, parts: Sequence[Part], calls: Sequence[Any]
 ) -> tuple[list[Any], list[PartScope]]:
-    """Call a layer on each device, on its part."""
+    """Call a layer on each device; return the outputs, and what each call reads and assigns."""
     outputs, scopes = [], []
-    values: dict[int, Any] = {}  # of variables, shared by the parts
+    values: dict[int, Any] = {}  # of variables by their ids, which all calls share
     for part, (args, kwargs) in zip(parts, calls, strict=True):
         scope = PartScope(part, values)
         is_compiled = step.jit and _xla.may_compile(layer)
@@ -94,24 +102,26 @@ def _outputs(
 
 
 class Arguments:
-    """The arguments of a call, divided: those for each device."""
+    """The arguments of a call (`nest`), divided by the examples of one of them (`first`)."""
 
     def __init__(self, step: Step, first: Any, nest: Any) -> None:
         self._step, self._first = step, first
         self._masked: list[tuple[Any, Sequence[Any]]] = []
         parts = known_parts(step, first)
         self.split: Split = parts.split if parts else _tensor_parts.split_of(step, first)
-        self.per_example = parts.per_example if parts else 1  # entries of `first`
-        splits = [of_leaf.split for x in _with_examples(nest) if (of_leaf := known_parts(step, x))]
-        totals = {split.length_id: split.total for split in splits}
+        # More than 1 if a user's layer has reshaped its output to several entries for an example.
+        self.entries_per_example = parts.per_example if parts else 1
+        # Tensors of equal ids have equally many examples. Others are compared when the step runs.
+        all_parts = [known_parts(step, tensor) for tensor in _with_examples(nest)]
+        totals = {parts.split.length_id: parts.split.total for parts in all_parts if parts}
         totals.pop(self.split.length_id, None)
-        self._checks = [
-            tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
+        self._assertions = [
+            tf.debugging.Assert(total == self.split.total, [_OTHER_LENGTHS])
             for total in totals.values()
         ]
-        step.checks += self._checks
+        step.assertions += self._assertions
         divided = [self._divided(leaf) for leaf in tf.nest.flatten(nest)]
-        self.of_devices = [
+        self.by_device = [  # The arguments of each device's call.
             tf.nest.pack_sequence_as(nest, leaves) for leaves in zip(*divided, strict=True)
         ]
 
@@ -120,13 +130,13 @@ class Arguments:
         step = self._step
         tensors = self._cut(leaf)
         if tensors is None:
-            if isinstance(leaf, tf.Tensor):
-                leaf = sum_gradients(step.mesh, leaf, step.channel())
+            if isinstance(leaf, tf.Tensor):  # Same value; the processes add up its gradients.
+                leaf = with_summed_gradient(step.mesh, leaf, step.channel())
             return [leaf] * len(step.mesh.devices)
-        if leaf is self._first and self._checks:
-            with tf.control_dependencies(self._checks):
+        if leaf is self._first and self._assertions:  # The call waits for them.
+            with tf.control_dependencies(self._assertions):
                 tensors = [*map(tf.identity, tensors)]
-        for get, attach in ATTACHED_TENSORS:
+        for get, attach in ATTACHED_TENSORS:  # a mask, and the logits of a softmax
             if (attached := get(leaf)) is not None:
                 parts: Any = self._cut(attached)
                 for tensor, part in zip(tensors, parts, strict=True):
@@ -143,32 +153,36 @@ class Arguments:
             return _tensor_parts.cut(self._step, leaf, self.split)
         return _tensor_parts.cut_if_of_length(self._step, leaf, self.split)
 
-    def drop_masks(self) -> None:
-        """Remove the masks that the call removed, as Keras' attention does of what others use."""
-        for leaf, tensors in self._masked:
-            if get_keras_mask(tensors[0]) is None:
-                set_keras_mask(leaf, None)
+    def remove_masks(self) -> None:
+        """Remove the mask from a complete tensor where the call removed it from its parts.
+
+        Keras' attention layers remove the masks of their inputs, and layers that are called later
+        on the same tensor must see that, as on one device.
+        """
+        for tensor, parts in self._masked:
+            if get_keras_mask(parts[0]) is None:
+                set_keras_mask(tensor, None)
 
 
-OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
+_OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
 
 
 @contextlib.contextmanager
 def explaining_other_lengths() -> Iterator[None]:
-    """Raise a sentence where a divided layer is called on tensors of different lengths."""
+    """Raise an `InputError` where a divided layer is called on tensors of different lengths."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if OTHER_LENGTHS not in str(error):
+        if _OTHER_LENGTHS not in str(error):
             raise
         checks.fail(
-            f"{OTHER_LENGTHS}, and each device would get its part of each.",
+            f"{_OTHER_LENGTHS}, and each device would get its part of each.",
             remedy="Pass the layer to `replica_exact(model, undivided=[layer])`.",
         )
 
 
 def _may_have_examples(leaf: Any) -> bool:
-    """Return whether a leaf may have an entry for each example: one entry is for all of them."""
+    """Return whether a leaf may have entries for each example: a single one is broadcast."""
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] != 1
 
 
@@ -181,8 +195,8 @@ def have_same_examples(step: Step, nest: Any) -> bool:
     leaves = _with_examples(nest)
     parts = [known_parts(step, leaf) for leaf in leaves]
     length_ids = {
-        leaf.shape[0] if of_leaf is None else of_leaf.split.length_id
-        for leaf, of_leaf in zip(leaves, parts, strict=True)
+        leaf.shape[0] if leaf_parts is None else leaf_parts.split.length_id
+        for leaf, leaf_parts in zip(leaves, parts, strict=True)
     }
     return len(leaves) == 1 or (len(length_ids) == 1 and None not in length_ids)
 
@@ -204,8 +218,9 @@ def first_with_examples(nest: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_regularizer(layer: Any) -> Iterator[None]:
-    """Hide an activity regularizer, which gets the joined outputs."""
+    """Hide an activity regularizer from the calls on parts: it gets the joined outputs later."""
     regularizer = layer.activity_regularizer
+    # `vars` does without Keras' `Layer.__setattr__`, which would track the attribute.
     vars(layer)["activity_regularizer"] = None
     try:
         yield
@@ -224,7 +239,7 @@ def _regularize(layer: Any, regularizer: Any, outputs: Any) -> None:
 
 
 def _assign(step: Step, split: Split, scopes: Sequence[PartScope]) -> None:
-    """Assign once what the calls assigned: all the same, except for statistics of each part."""
+    """Assign what the calls assigned: the same value, or the mean of each device's statistics."""
     for variable in scopes[0].assigned.values():
         value, *_ = values = [scope.get_current_value(variable) for scope in scopes]
         if step.batch_norm == _batch_norm.REPLICA and value.dtype.is_floating:
@@ -234,8 +249,8 @@ def _assign(step: Step, split: Split, scopes: Sequence[PartScope]) -> None:
 
 def _reject_few_axes(layer: Any) -> None:
     checks.fail(
-        "A layer gets a tensor of too few axes, and computes the examples of a batch together, "
-        "inside of a layer that is divided.",
+        "A layer mixes the examples of an input with so few axes, and each device would mix only "
+        "those of its part, because a layer around it is divided.",
         layer=layer.name,
         kind=type(layer).__name__,
         remedy="Pass the layer that calls it to `replica_exact` in `undivided=[...]`.",

@@ -203,7 +203,7 @@ class TensorFlowSteps(Steps):
     @contextlib.contextmanager
     def _traced(self, batch: Any, *, jit: bool = False) -> Iterator[Any]:
         """Trace a step on a batch in this, all of it on the device if there is only one."""
-        is_one, batch = self._is_one_device, _global_batches.opened(self.mesh, batch)
+        is_one, batch = self._is_one_device, _global_batches.checked_batch(self.mesh, batch)
         settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not is_one}
         step = Step(self.mesh, self._policy, **settings)
         if not is_one:

@@ -46,13 +46,13 @@ def _on_parts(step: Step, compute: Callable, y_true: Any, y_pred: Any) -> Any:
         return compute(y_true, y_pred)
     arguments = Arguments(step, divided[0], (y_true, y_pred))
     values = []
-    for index, arrays in enumerate(arguments.of_devices):
+    for index, arrays in enumerate(arguments.by_device):
         part = Part(step, index, arguments.split)
         with running(step, part), tf.device(part.device):
             values.append(compute(*arrays))
     if values[0].shape.rank == 0:  # It is one number for all examples together.
         return compute(y_true, y_pred)
-    lengths = {"length": divided[0].shape[0], "per_example": arguments.per_example}
+    lengths = {"length": divided[0].shape[0], "per_example": arguments.entries_per_example}
     return join_output(step, arguments.split, values, **lengths)
 
 

@@ -71,7 +71,7 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
 
 def _checks_here(step: Step | None) -> list[tf.Operation]:
     """Return the checks of a step that must pass before it updates anything."""
-    return [check for check in (step.checks if step else ()) if check.graph is graph()]
+    return [check for check in (step.assertions if step else ()) if check.graph is graph()]
 
 
 def _build(optimizer: Any, variables: Any) -> None:

@@ -27,7 +27,7 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    batch = spec.batch if isinstance(spec, _global_batches.Read) else spec
+    batch = spec.batch if isinstance(spec, _global_batches.FingerprintedBatch) else spec
     return tf.nest.map_structure(placeholder, batch)
 
 

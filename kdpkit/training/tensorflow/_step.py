@@ -68,7 +68,7 @@ class Step:
         self.batch_norm, self.jit = batch_norm, jit
         self.parts: dict[Any, Any] = {}  # of tensors that were joined, by `key`
         self.batch_keys: set[Any] = set()  # of the tensors of the batch, which are on the host
-        self.checks: list[tf.Operation] = []  # that end the step before it updates anything
+        self.assertions: list[tf.Operation] = []  # that end the step before it updates anything
         self.micro_batch: MicroBatch | None = None
         # For random numbers that are drawn outside of divided layers.
         self.random_part: Part | None = None
@@ -83,7 +83,7 @@ class Step:
         """Return whether the current graph is the step's, and not a condition's or a loop's."""
         return self._graph is graph()
 
-    def may_divide(self) -> bool:
+    def asks_policy(self) -> bool:
         """Return whether the policy is asked about layers.
 
         On one device it only rejects layers that compare the examples of micro-batches.

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_stateless_scope
-from kdpkit.training.tensorflow._collectives import sum_gradients
+from kdpkit.training.tensorflow._collectives import with_summed_gradient
 from kdpkit.training.tensorflow._gradients import dense_if_unique
 from kdpkit.training.tensorflow._keras_internals import (
     is_differentiable,
@@ -56,14 +56,14 @@ class PartScope(keras.StatelessScope):
         step, tf_variable = self._part.step, variable._value
         value = self._outer_scope and self._outer_scope.get_current_value(variable)
         if value is not None:  # which the user set, or the call of a block around
-            value = sum_gradients(step.mesh, value, step.channel())
+            value = with_summed_gradient(step.mesh, value, step.channel())
             return moved_to(self._part.device, value)
         if tf_variable is None:
             return None
         if id(variable) not in self._values:
             with tf.device(None):
                 value = tf.convert_to_tensor(tf_variable)
-                self._values[id(variable)] = sum_gradients(step.mesh, value, step.channel())
+                self._values[id(variable)] = with_summed_gradient(step.mesh, value, step.channel())
         return _on_device(self._part, tf_variable, self._values[id(variable)])
 
 
