@@ -84,6 +84,7 @@ def load_text(data: str | os.PathLike[str] = "builtin", *, longer_than: int = 0)
         ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines, or no line of
             a split is long enough.
     """
+    longer_than = checks.integer("longer_than", longer_than, minimum=0)
     splits = _text_splits(data)
     long = [
         tuple(line for line in lines if len(line.encode()) > longer_than)
@@ -131,12 +132,15 @@ def load_pairs(file: str | os.PathLike[str]) -> TextSplits:
     for line in _lines(storage.path(file)):
         try:
             pair = json.loads(line)
-            pairs.append((str(pair["prompt"]), str(pair["answer"])))
+            prompt, answer = pair["prompt"], pair["answer"]
+            if not (isinstance(prompt, str) and isinstance(answer, str) and answer.strip()):
+                raise ValueError("no texts")
         except (ValueError, KeyError, TypeError) as error:
             raise errors.FileInputError(
-                f'A line of {file} is no JSON object with a "prompt" and an "answer". '
-                f"Received: {line[:60]!r}."
+                f'A line of {file} is no JSON object with a "prompt" and an "answer", which are '
+                f"text. Received: {line[:60]!r}."
             ) from error
+        pairs.append((prompt, answer))
     if len(pairs) < 20:
         checks.fail_for_file(
             f"20 pairs are needed, of which two are held out, not {len(pairs)}", file
@@ -146,25 +150,41 @@ def load_pairs(file: str | os.PathLike[str]) -> TextSplits:
 
 
 def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
-    """Learn a WordPiece vocabulary of at most `size` tokens, BERT's special tokens first.
+    """Learn a WordPiece vocabulary, the same in every process, with BERT's special tokens first.
 
     The package `tokenizers` learns it, which comes with KerasHub.
 
-    Raises:
-        ValueError: There are no lines, or `size` is too small for the special tokens.
+    Args:
+        lines: Texts.
+        size: Number of tokens; fewer if the text has no more, and more if its letters need them.
+        lowercase: Whether text is converted to lowercase first, as the tokenizer then has to.
 
-    >>> learn_vocabulary(["a b a"], 8)
-    ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'b']
+    Raises:
+        ValueError: There is no text, or `size` is too small for the special tokens.
+
+    >>> learn_vocabulary(["ab ab c"], 10)
+    ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', '##b', 'a', 'b', 'c', 'ab']
     """
     import tokenizers
 
     size = checks.integer("size", size, minimum=len(_SPECIAL_TOKENS) + 1)
-    texts = list(lines)
-    if not any(text.strip() for text in texts):
-        checks.fail("A vocabulary cannot be learned without text.", lines=texts)
-    learner = tokenizers.BertWordPieceTokenizer(lowercase=lowercase, strip_accents=False)
-    settings = {"special_tokens": _SPECIAL_TOKENS, "show_progress": False}
-    learner.train_from_iterator(texts, size, **settings)
+    texts = [lines] if isinstance(lines, str) else list(lines)
+    if not all(isinstance(text, str) for text in texts) or not any(map(str.strip, texts)):
+        checks.fail("A vocabulary is learned from lines of text.", lines=texts)
+    learner = tokenizers.Tokenizer(tokenizers.models.WordPiece())
+    normalizer = tokenizers.normalizers.BertNormalizer(strip_accents=False, lowercase=lowercase)
+    splitter = tokenizers.pre_tokenizers.BertPreTokenizer()
+    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
+    normalized = map(normalizer.normalize_str, texts)
+    words = {word for text in normalized for word, _ in splitter.pre_tokenize_str(text)}
+    # The trainer numbers these in the order of a hash, and words of equal frequency by the numbers.
+    endings = sorted({f"##{letter}" for word in words for letter in word[1:]})
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=min(size, 10_000_000),
+        special_tokens=[*_SPECIAL_TOKENS, *endings],
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
     ids = learner.get_vocab()
     return sorted(ids, key=ids.__getitem__)
 
@@ -320,7 +340,8 @@ def _from_npz(path: storage.AnyPath) -> ImageSplits:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             x_train, y_train, x_test, y_test = (arrays[name] for name in names)
     except (KeyError, OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        problem = f"This is not an .npz file with {', '.join(names)} ({checks.first_line(error)})"
+        reason = "it is not a zip file" if "pickle" in str(error) else checks.first_line(error)
+        problem = f"This is not an .npz file with {', '.join(names)} ({reason})"
         remedy = "Images come from such a file, 'builtin', 'mnist' or 'fashion_mnist'."
         checks.fail_for_file(problem, path, remedy=remedy)
     for images, labels in ((x_train, y_train), (x_test, y_test)):

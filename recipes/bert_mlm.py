@@ -71,6 +71,8 @@ def print_guesses(model, tokenizer, splits):
         if positions := [i for i, word in enumerate(words) if word in frequent]:
             i = positions[len(positions) // 2]  # of several frequent words the one in the middle
             gaps.append((" ".join(words[:i]), words[i], " ".join(words[i + 1 :])))
+    if not gaps:
+        return
     start, mask, end = (getattr(tokenizer, f"{name}_token_id") for name in ("start", "mask", "end"))
     ids = np.full((len(gaps), 64), tokenizer.pad_token_id)
     for row, (before, _, after) in zip(ids, gaps, strict=True):

@@ -16,7 +16,8 @@ parser = experiment.argument_parser(
     __doc__, epochs=8, per_replica_batch_size=32, base_learning_rate=3e-3, rule="sqrt"
 )
 files = "write TFRecord files there and train from them"
-parser.add_argument("--tfrecords", metavar="DIRECTORY", help=files)
+directory = experiment.writable_directory
+parser.add_argument("--tfrecords", type=directory, metavar="DIRECTORY", help=files)
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -33,7 +34,6 @@ def from_tfrecords(directory, images, labels):
     name = f"train-{zlib.crc32(images):08x}-{zlib.crc32(labels):08x}"
     files = [f"{directory}/{name}-{index}.tfrecord" for index in range(FILES)]
     if not all(map(tf.io.gfile.exists, files)):
-        tf.io.gfile.makedirs(directory)
         for index, file in enumerate(files):
             with tf.io.TFRecordWriter(file, "GZIP") as writer:
                 for image, label in zip(images[index::FILES], labels[index::FILES], strict=True):

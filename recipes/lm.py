@@ -28,7 +28,8 @@ add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
-add("--save", metavar="DIRECTORY", help="what `from_preset` loads then")
+directory = {"type": experiment.writable_directory, "metavar": "DIRECTORY"}
+add("--save", **directory, help="what `from_preset` loads then")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -94,8 +95,9 @@ def main(argv=None):
     splits = (
         corpora.load_pairs(args.data) if is_pairs else corpora.load_text(args.data, longer_than=100)
     )
+    lines = [text for pair in splits.train for text in pair] if is_pairs else splits.train
     with strategy.scope():
-        tokenizer, model = build_model(args, splits.train)
+        tokenizer, model = build_model(args, lines)
 
     def examples(split):
         if is_pairs:
@@ -136,8 +138,9 @@ def main(argv=None):
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
     for part in (model, tokenizer) if args.save else ():
-        part.save_to_preset(args.save)
-    print_continued(model, tokenizer, np.array(test[0][0]["token_ids"][:4]), args.seed)
+        part.save_to_preset(str(args.save))
+    if not is_pairs:
+        print_continued(model, tokenizer, np.array(test[0][0]["token_ids"][:4]), args.seed)
     return results
 
 

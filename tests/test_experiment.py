@@ -169,7 +169,7 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
         "strategy": "MirroredStrategy: 2 replicas on CPU:0, CPU:1",
         "global_batch_size": 8,
         "steps": 20,
-        "versions": _recorder._versions(),
+        "versions": _recorder.versions(),
     }
     assert {name: results[name] for name in expected} == expected
     assert math.isnan(results["test"].pop("worst"))

@@ -9,6 +9,7 @@ from kdpkit import errors, scaling
 from kdpkit._internal import atomic_files, storage
 
 _CORPORA = ("builtin", "mnist", "fashion_mnist")  # the names that `kdpkit.corpora` knows
+_STRATEGIES = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _SMOKE = {"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"}
 
 
@@ -41,12 +42,8 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
 
 
 def _add_common_flags(add: Callable[..., Any]) -> None:
-    add(
-        "--strategy",
-        metavar="KIND",
-        help="one, mirrored, multi_worker, parameter_server, tpu (on JAX), or auto: all devices "
-        "of the best kind",
-    )
+    kinds = "tpu is for JAX, and auto takes all devices of the best kind"
+    add("--strategy", choices=_STRATEGIES, help=kinds)
     replicas = (
         "number of synchronous replicas; without as many GPUs the CPU is split into N logical "
         "devices (default: what the strategy finds)"
@@ -67,7 +64,7 @@ def _add_common_flags(add: Callable[..., Any]) -> None:
     add("--base-learning-rate", type=_positive_number, metavar="RATE", help=rate)
     add("--rule", choices=scaling.RULES, help="how the rate grows with the replicas")
     add("--seed", type=_seed, help="seed of all random numbers, below 2**32")
-    directory = {"type": _writable_directory, "metavar": "DIRECTORY"}
+    directory = {"type": writable_directory, "metavar": "DIRECTORY"}
     logs = "for TensorBoard files, and for the model"
     add("--log-dir", **directory, help=logs)
     add("--resume", **directory, help="directory of the training state, to resume from")
@@ -138,7 +135,8 @@ def _path(text: str) -> storage.AnyPath:
         raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error
 
 
-def _writable_directory(text: str) -> storage.AnyPath:
+def writable_directory(text: str) -> storage.AnyPath:
+    """Parse a directory, which is created and tried, for `add_argument(type=...)`."""
     directory = _path(text)
     try:
         atomic_files.make_writable(directory)
@@ -151,5 +149,5 @@ def _writable_file(text: str) -> storage.AnyPath:
     file = _path(text)
     if file.exists() and not file.is_file():
         raise argparse.ArgumentTypeError(f"a regular file is needed. Received: {text!r}")
-    _writable_directory(str(file.parent))
+    writable_directory(str(file.parent))
     return file

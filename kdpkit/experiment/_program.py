@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -47,6 +47,8 @@ def start(parser: ArgumentParser, name: str) -> None:
         try:
             with _without_build_messages():
                 importlib.import_module("keras")
+                if importlib.util.find_spec("tensorflow"):  # which Keras imports later, on JAX too
+                    importlib.import_module("tensorflow")
         except ModuleNotFoundError as error:
             if error.name not in ("jax", "tensorflow"):
                 raise

@@ -121,7 +121,7 @@ class Recorder(keras.callbacks.Callback):
             "strategy": _strategy.describe(self._strategy),
             "global_batch_size": self._plan.global_batch_size,
             "steps": keras.ops.convert_to_numpy(self.model.optimizer.iterations),
-            "versions": _versions(),
+            "versions": versions(),
         }
         text = json.dumps(results, default=lambda value: np.asarray(value).tolist())
         if self._args.results is not None and processes.index() == 0:
@@ -153,7 +153,7 @@ def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
         model.save(stack.enter_context(atomic_files.replacing(path)))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     backend = keras.backend.backend()
     packages = ("kdpkit", "keras", "numpy", backend, "keras_hub", "tensorflow_text")
     loaded = [name for name in packages if name in sys.modules]

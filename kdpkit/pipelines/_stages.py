@@ -289,7 +289,7 @@ def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
         remedy = "Use `tf.data.Dataset.from_tensor_slices`."
     elif not prepared and _are_names_of_files(stage):
         problem = "its elements are names of files"
-        remedy = "Read them, with `prepare` or `kdpkit.pipelines.interleave_files`."
+        remedy = "Read them with `prepare`, or before with `tf.data.TFRecordDataset(files)`."
     else:
         return
     checks.fail(
@@ -311,7 +311,12 @@ def _are_names_of_files(stage: Stage) -> bool:
     if tensors is None or len(tensors) != 1 or tensors[0].dtype != tf.string:
         return False
     names = tf.get_static_value(tensors[0])
-    return names is not None and names.size > 0 and Path(os.fsdecode(names.flat[0])).is_file()
+    if names is None or not names.size:
+        return False
+    try:
+        return Path(os.fsdecode(names.flat[0])).is_file()
+    except (OSError, ValueError):  # a text that cannot be a name
+        return False
 
 
 def _kind_of(dataset: tf.data.Dataset) -> str:

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 
-from kdpkit import experiment
 from kdpkit._internal import machine as machines
 from kdpkit.diagnostics._env.environment import processor
+from kdpkit.experiment import positive_integer
+from kdpkit.experiment._recorder import versions
 from tools.benchmarks.paired import row_of, table
 
 NAMES = ("machine", "bert", "loops", "exact", "pauses")
@@ -33,7 +34,7 @@ def parser():
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     add = found.add_argument
     add("names", nargs="*", metavar="NAME", type=name, help=", ".join(NAMES))
-    add("--rounds", type=experiment.positive_integer, help="(default: what each benchmark needs)")
+    add("--rounds", type=positive_integer, help="(default: what each benchmark needs)")
     add("--text", type=pathlib.Path, metavar="FILE", help="lines of text (default: built-in)")
     add("--vocabulary", type=pathlib.Path, metavar="FILE", help="(default: one of 30,522 learned)")
     add("--images", default="builtin", metavar="DIRECTORY", help="with MNIST (default: built-in)")
@@ -78,9 +79,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         code = 130
-    versions = ", ".join(" ".join(pair) for pair in experiment.versions().items())
+    installed = ", ".join(" ".join(pair) for pair in versions().items())
     today = datetime.datetime.now(tz=datetime.UTC).date()
-    print(f"{machines.cores()} cores of {processor()}; {versions}; {today}.\n\n{table(rows)}")
+    print(f"{machines.cores()} cores of {processor()}; {installed}; {today}.\n\n{table(rows)}")
     return code or int(any(row.is_met is False for row in rows))
 
 
