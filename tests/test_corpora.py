@@ -125,7 +125,11 @@ def test_pairs_are_read_and_each_is_in_one_split(tmp_path):
         corpora.load_pairs(file)
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]"])
+EMPTY = '{"prompt": "a", "answer": " "}'
+NO_TEXT = '{"prompt": "a", "answer": null}'
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]", EMPTY, NO_TEXT])
 def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n' + line)
@@ -145,9 +149,21 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_its_text():
     assert tokenizer.detokenize(tokenizer(lines[0])) == "replicas train what one device trains ."
 
 
+@settings(max_examples=10)
+@given(st.lists(st.text("abcdefgh\u00e9 .", min_size=1, max_size=30), min_size=3, max_size=20))
+def test_a_vocabulary_is_always_the_same(lines):
+    """The package that learns it draws a new order of letters each time."""
+    lines = [*lines, "a"]
+    assert corpora.learn_vocabulary(lines, 40) == corpora.learn_vocabulary(lines, 40)
+
+
 @pytest.mark.parametrize(
     ("lines", "size", "sentence"),
-    [(["", " "], 100, "cannot be learned without text"), (["a"], 5, "`size` .* at least 6")],
+    [
+        (["", " "], 100, "learned from lines of text"),
+        ([("a", "b")], 100, "learned from lines of text"),
+        (["a"], 5, "`size` .* at least 6"),
+    ],
 )
 def test_a_vocabulary_that_cannot_be_learned_is_one_sentence(lines, size, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -67,8 +67,8 @@ def assign(
         if present != saved:
             differs = next(n for n in present | saved if present.get(n) != saved.get(n))
             checks.fail(
-                f"The saved state does not fit the {group}: it has {len(saved)} variables, and "
-                f"here are {len(present)}.",
+                f"The saved state does not fit the {group}, which has {len(present)} variables; "
+                f"the state has {len(saved)}.",
                 first_that_differs=differs,
                 shape=present.get(differs),
                 saved_shape=saved.get(differs),

@@ -157,6 +157,7 @@ def test_evaluation_sees_every_example_once_in_order(shards):
         ({"source": [1, 2]}, "`source` must be a tf.data.Dataset.*'list'"),
         ({"keep": lambda number: number > 99}, "No example is left"),
         ({"source": tf.data.Dataset.range(4).repeat(2).map(abs)}, r"`source` repeats.*`.repeat"),
+        ({"source": tf.data.Dataset.range(4).repeat().filter(lambda n: n > 1)}, "`source` repeats"),
     ],
 )
 def test_bad_arguments_get_one_sentence(build, arguments, sentence):

@@ -312,10 +312,12 @@ def test_a_source_that_has_no_single_examples_raises(build, make, sentence):
         (lambda: PAIRS.batch(8).map(lambda x, y: (x, y)), {}),
         (lambda: PAIRS.batch(7).unbatch(), {}),
         (lambda: Dataset.list_files(FILES), {"prepare": tf.io.read_file}),
-        (lambda: Dataset.from_tensor_slices(["a sentence"] * 8), {}),
+        (lambda: Dataset.from_tensor_slices(["a sentence " * 50] * 8), {}),  # no name of a file
+        (lambda: numbers().concatenate(numbers().take(5).repeat(4)), {}),  # a rare class, say
+        (lambda: numbers().repeat().take(30), {}),
     ],
 )
-def test_a_source_of_windows_or_texts_is_taken(build, make, settings):
+def test_a_source_of_windows_texts_or_a_repeated_part_is_taken(build, make, settings):
     next(iter(build(make(), global_batch_size=2, **settings)))
 
 

@@ -67,7 +67,10 @@ class ModelState:
             # `_symbolic_build` does not take ragged batches, and builds unused optimizers.
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first_batch())
             y_pred = self._model(x)
-            for compute in (self._model.compute_metrics, self._model.compute_loss):
+            computations = [self._model.compute_metrics]
+            if self._model.loss is not None or self._model.losses:  # else Keras raises
+                computations.append(self._model.compute_loss)
+            for compute in computations:
                 if self._lacks_variables(state):
                     compute(x, y, y_pred, sample_weight)
         if "seeds.0" in state.arrays:
