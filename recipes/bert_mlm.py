@@ -18,7 +18,7 @@ import re
 from kdpkit import experiment
 
 parser = experiment.argument_parser(  # "sqrt": the rate grows with the root of the replicas
-    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=2e-3, rule="sqrt"
+    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=1e-3, rule="sqrt"
 )
 add, positive = parser.add_argument, experiment.positive_integer
 add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
@@ -81,8 +81,9 @@ def print_guesses(model, tokenizer, splits):
     features = {"token_ids": ids, "segment_ids": np.zeros_like(ids)}
     features["padding_mask"] = ids != tokenizer.pad_token_id
     features["mask_positions"] = np.argmax(ids == mask, axis=1)[:, np.newaxis]
+    is_word = np.array([token.isalpha() for token in tokenizer.get_vocabulary()])
     logits = keras.ops.cast(model(features)[:, 0], "float32")
-    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits)) * is_word
     guesses = np.argsort(-probabilities, axis=1)[:, :4]
     is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
     first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
