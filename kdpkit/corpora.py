@@ -91,8 +91,12 @@ def load_text(data: str | os.PathLike[str] = "builtin", *, longer_than: int = 0)
         for lines in (splits.train, splits.validation, splits.test)
     ]
     if not all(long):
-        problem = "No line of the training, validation or test text is long enough."
-        checks.fail(problem, data=str(data), longer_than=longer_than)
+        checks.fail(
+            "No line of the training, validation or test text is long enough.",
+            data=str(data),
+            longer_than=longer_than,
+            remedy=f"Lines of {longer_than} bytes or less are left out; join short ones.",
+        )
     return TextSplits(*long)
 
 

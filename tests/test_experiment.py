@@ -47,6 +47,7 @@ def test_smoke_sets_what_was_not_given(flags, count):
     [
         (["--epochs", "0"], "--epochs: must be a positive integer. Received: '0'"),
         (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
+        (["--strategy", "foo"], "--strategy: invalid choice: 'foo'.*mirrored"),
         (["--seed", "-1"], "--seed: must be an integer from 0 .*'-1'"),
         (["--seed", str(2**32)], "--seed: .*'4294967296'"),
         (["--data", "no/such"], "--data: there is no such file or directory. Received: 'no/such'"),

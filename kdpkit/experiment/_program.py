@@ -47,7 +47,8 @@ def start(parser: ArgumentParser, name: str) -> None:
         try:
             with _without_build_messages():
                 importlib.import_module("keras")
-                if importlib.util.find_spec("tensorflow"):  # which Keras imports later, on JAX too
+                # `keras.utils.set_random_seed`, which recipes call, imports it on JAX as well.
+                if importlib.util.find_spec("tensorflow"):
                     importlib.import_module("tensorflow")
         except ModuleNotFoundError as error:
             if error.name not in ("jax", "tensorflow"):

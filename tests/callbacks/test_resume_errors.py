@@ -8,6 +8,7 @@ from keras import layers
 
 from kdpkit import testing
 from kdpkit.callbacks import Resume
+from kdpkit.training import TrainingLoop
 from tests.callbacks.resume_programs import (
     ARRAYS,
     STEPS,
@@ -144,3 +145,15 @@ def test_data_that_cannot_go_back_raise(tmp_path):
     stopped(resume, model, train, STEPS + 2)
     with pytest.raises(ValueError, match="cannot go back .*dataset='Shuffled'"):
         fit(model, train, resume)
+
+
+def test_a_state_of_a_loops_model_with_more_layers_does_not_fit(tmp_path):
+    def by_loop(*more):
+        model = keras.Sequential([keras.Input((4,)), *more, layers.Dense(1), layers.Flatten()])
+        loop = TrainingLoop(model, optimizer="sgd", loss="mae", jit_compile=False)
+        resume = Resume(tmp_path)
+        loop.fit(resume.track(batches()), epochs=1, verbose=0, callbacks=[resume])
+
+    by_loop(layers.Dense(4))
+    with pytest.raises(ValueError, match=r"does not fit the model, which has 2 variables"):
+        by_loop()
