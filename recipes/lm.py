@@ -7,8 +7,10 @@ Qwen3, Mistral, ...), of which `--lora RANK` trains small matrices beside the fr
 takes memory can be left out without changing what is trained: the logits of all positions are not
 held, `--remat` computes activations again in the backward pass, `--accumulation` splits a batch,
 and on JAX (KERAS_BACKEND=jax) `--shard` shards the optimizer's variables or all, and devices share
-the model by `--model-parallel`. `--data` is as in bert_mlm.py, or a file of JSON lines like
-{"prompt": "...", "answer": "..."}: then the loss is that of the answers alone.
+the model by `--model-parallel`. The first line that is printed says which attention runs: a GPU has
+a fused one on JAX with `--precision mixed_bfloat16`, and without `--dropout`. `--data` is as in
+bert_mlm.py, or a file of JSON lines like {"prompt": "...", "answer": "..."}: then the loss is that
+of the answers alone.
 """
 
 from kdpkit import experiment
@@ -21,6 +23,8 @@ add("--preset", help="a KerasHub name such as gemma3_1b, or a preset directory")
 add("--lora", type=positive, metavar="RANK", help="train matrices of this rank, and biases")
 add("--layers", type=positive, default=2, help="each of 4 attention heads")
 add("--width", type=positive, default=128, help="of the layers, a multiple of 4")
+add("--dropout", type=float, default=0.0, help="of a model from scratch")
+add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=64, help="tokens in a sequence")
 add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
@@ -52,6 +56,7 @@ def build_model(args, lines):
         tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}
+        size["dropout"] = args.dropout
         model = models.GPT2Backbone(vocabulary_size=len(words), **size)
     if args.lora:
         model.enable_lora(args.lora)
@@ -89,6 +94,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
+    keras.config.set_dtype_policy(args.precision)
     plan = experiment.plan_from(args, strategy)
     length = args.sequence_length
     is_pairs = args.data.endswith(".jsonl")
@@ -125,6 +131,7 @@ def main(argv=None):
         remat=args.remat,
         jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
     )
+    print(text.attention(loop, train))
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
     loop.fit(
         record.resumed(train),

@@ -23,6 +23,7 @@ ON_JAX = {
         "tests/diagnostics/test_largest_batch.py",
         "tests/diagnostics/test_memory_plan.py",
         "tests/diagnostics/test_plan.py",
+        "tests/diagnostics/test_slow_steps.py",
         "tests/diagnostics/test_speed.py",
         "tests/diagnostics/test_tpu_data.py",
     ],

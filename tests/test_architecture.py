@@ -47,12 +47,11 @@ ALLOWED = {
     "callbacks": (KERAS, {"batches", "checkpoints", "scaling"}),
     "training": (TENSORFLOW | {"jax"}, {"batches", "scaling", "sharding", "strategies"}),
     "testing": (KERAS, {"scaling", "schedules"}),
-    "experiment": (KERAS, {"callbacks", "scaling"}),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"batches", "callbacks", "checkpoints", "cluster", "experiment"}
-        | {"scaling", "schedules", "training"},
+        {"batches", "callbacks", "checkpoints", "cluster", "scaling", "schedules", "training"},
     ),
+    "experiment": (KERAS, {"callbacks", "scaling"}),
     "_recipe_command": (PURE, set()),
     "cli": (PURE, {"__version__", "launch"}),
     "__main__": (PURE, {"cli"}),

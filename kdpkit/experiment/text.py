@@ -92,6 +92,13 @@ def next_tokens(ids: np.ndarray, is_answer: np.ndarray | None = None) -> tuple[A
     return features, ids[:, 1:], weights / weights.mean()
 
 
+def attention(loop: Any, dataset: Any) -> str:
+    """Return in one line how a loop's model computes attention: fused, or all scores, and why."""
+    from kdpkit.diagnostics._doctor import batches, slow_steps
+
+    return slow_steps.attention_of(loop, batches.batches_of(dataset).first)
+
+
 def _token_ids(lines: Sequence[str], tokenizer: Any) -> list[list[int]]:
     documents: list[list[int]] = []
     for first in range(0, len(lines), _LINES_AT_ONCE):

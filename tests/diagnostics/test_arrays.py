@@ -38,7 +38,7 @@ SPLIT = {"validation_split": 0.2}
 CASES = {
     "arrays": case((X, Y)),
     "64 bits, which Keras casts": case((X.astype("float64"), Y.astype("int64"))),
-    "no labels": case(X),
+    "no labels": case(X, "step"),
     "a NaN": case((changed(X, (5, 2), np.nan), Y), "not-finite"),
     "an infinite weight": case((X, Y, changed(COLUMN[:, 0], 3, np.inf)), "not-finite"),
     "a part of a dictionary": case(({"a": VECTOR * np.nan}, None), "not-finite"),

@@ -28,11 +28,13 @@ the file itself:
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make
 
-With --measure it trains for a moment, undoes that, and reports how long a step
-takes, how much of it waits for input, and the slowest stage of the pipeline.
+Where its data are as they should be, its step is traced, to find what makes it
+slow. With --measure it trains for a moment, undoes that, and reports how long a
+step takes, how much of it waits for input, and the slowest stage of the
+pipeline.
 
-Exit code 0: nothing found, or only notes; with --measure: less than a fifth of
-a step waits for input. 1: findings, or more. 2: the target cannot be checked."""
+Exit code 0: nothing found, or only notes; with --measure, too, less than a
+fifth of a step waits for input. 1: findings. 2: the target cannot be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kdpkit._internal import check_results
 from kdpkit.batches._array_batches import num_examples
-from kdpkit.diagnostics._doctor import arrays, batches, training_step
+from kdpkit.diagnostics._doctor import arrays, batches, slow_steps, training_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Report:
 
     Attributes:
         findings: Each has a rule, level, where, problem and remedy; the worst first.
-        checked: What was checked: `"train"`, and `"validation"` if there is any.
+        checked: What was checked: `"train"`, `"validation"` if there is any, and the training
+            `"step"` where it is looked at.
     """
 
     findings: tuple[check_results.Finding, ...]
@@ -57,6 +58,15 @@ def check_input(
     - `uneven-batch`, `short-batch`, `runs-out`: batches that the replicas do not divide, a last
       batch of few examples, and fewer batches than steps.
 
+    If that finds nothing, the step of the model is traced on the first batch, and the model built
+    if it is not; a `train_step` of one's own is not looked at:
+
+    - `step`: it raises.
+    - `attention`: all its scores are computed, where a GPU or TPU has a kernel that keeps none.
+    - `logits`: those of a large vocabulary are all held.
+    - `float32`, `small-batch`: products in float32 on a device that has bfloat16, and batches
+      whose products take less time than the update of the weights.
+
     Args:
         dataset: What `fit` trains on: arrays as `x`, `(x, y)` or `(x, y, sample_weight)`.
         validation_data: As that of `fit`, as are all arguments below `model`.
@@ -87,7 +97,14 @@ def check_input(
             count = math.floor(num_examples(part) * (1 - validation_split))
             findings += arrays.of_sizes(count, batch_size, steps_per_epoch, model, replicas)
             findings += arrays.of_order(part, count, model, shuffle=shuffle)
-    return Report(check_results.in_order(findings), tuple(data))
+    checked = [*data]
+    if training_step.can_be_traced(model) and check_results.are_notes(findings):
+        first = batches.batches_of(dataset, batch_size)
+        # Keras builds no model for ragged tensors before its first step.
+        if training_step.model_of(model).built or all(part.is_dense for part in first.parts):
+            findings += slow_steps.findings(model, first.first)
+            checked.append("step")
+    return Report(check_results.in_order(findings), tuple(checked))
 
 
 def _of_pipeline(

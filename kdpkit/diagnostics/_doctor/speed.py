@@ -12,8 +12,8 @@ import keras
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks, processes
-from kdpkit._internal.check_results import wrapped
-from kdpkit.diagnostics._doctor import batches, training_step
+from kdpkit._internal.check_results import Finding, are_notes, in_order, wrapped
+from kdpkit.diagnostics._doctor import batches, slow_steps, training_step
 
 _WARM_UP = 2  # executions, after which everything is compiled and buffers have begun to fill
 _LEAST = 3  # executions that are timed, however long they take
@@ -31,16 +31,18 @@ class SpeedReport:
         waiting_share: How much of it waits for input, from 0 to 1.
         slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
             if the dataset is no `tf.data.Dataset`, or no stage could be measured by itself.
+        findings: What makes the step itself slow, as in `check_input`.
     """
 
     step_seconds: float
     waiting_share: float
     slowest_stage: str | None = None
+    findings: tuple[Finding, ...] = ()
 
     @property
     def clean(self) -> bool:
-        """Whether less than a fifth of a step waits for input."""
-        return self.waiting_share < _LARGE
+        """Whether less than a fifth of a step waits for input, and nothing makes it slow."""
+        return self.waiting_share < _LARGE and are_notes(self.findings)
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns."""
@@ -48,7 +50,7 @@ class SpeedReport:
         text += f"{self.waiting_share:.0%} waits for input."
         if self.slowest_stage:
             text += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
-        return wrapped(text)
+        return "\n\n".join([wrapped(text), *map(str, self.findings)])
 
 
 def check_speed(
@@ -88,6 +90,9 @@ def check_speed(
             training_step.build(model, first)
             undisturbed.enter_context(unchanged(training_step.model_of(model)))
             stage = None
+            findings: list[Finding] = []
+            if training_step.can_be_traced(model):
+                findings += slow_steps.of_step(model, batches.as_arrays(first))
             if batches.is_tf_dataset(dataset):
                 from kdpkit.pipelines import _measure  # TensorFlow is there
 
@@ -105,7 +110,7 @@ def check_speed(
         raise errors.InputError(
             f"The training fails, so it has no speed: {checks.reason_of(error)}"
         ) from error
-    return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
+    return SpeedReport(real, max(0.0, 1 - ideal / real), stage, in_order(findings))
 
 
 def check_trainer(trainer: Any) -> None:

@@ -35,6 +35,13 @@ def is_loop(trainer: Any) -> TypeGuard[TrainingLoop]:
     return isinstance(trainer, TrainingLoop)
 
 
+def can_be_traced(trainer: Any) -> bool:
+    """Return whether it has a training step, and that of Keras or a loop."""
+    if not isinstance(trainer, keras.Model):
+        return is_loop(trainer)
+    return trainer.compiled and type(trainer).train_step is keras.Model.train_step
+
+
 def is_exact(trainer: Any) -> bool:
     """Return whether it is a model of `replica_exact`, which has a `fit` of its own."""
     return isinstance(trainer, keras.Model) and "fit" in vars(trainer)
@@ -69,3 +76,14 @@ def fit_of(model: keras.Model) -> Callable:
     if is_exact(model) and keras.backend.backend() == "tensorflow":
         return model.fit
     return functools.partial(keras.Model.fit, model)
+
+
+def num_devices(trainer: Trainable) -> int:
+    """Return how many devices share a global batch."""
+    strategy = getattr(model_of(trainer), "distribute_strategy", None)
+    if keras.backend.backend() == "tensorflow":
+        return getattr(strategy, "num_replicas_in_sync", 1)
+    if is_loop(trainer):
+        return trainer._steps.strategy.size
+    distribution = keras.distribution.distribution()
+    return 1 if distribution is None else distribution.device_mesh.devices.size

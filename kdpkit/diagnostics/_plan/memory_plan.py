@@ -10,6 +10,7 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
+from kdpkit.diagnostics._doctor import slow_steps
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.diagnostics._plan import bytes_of
 from kdpkit.training import TrainingLoop
@@ -63,12 +64,14 @@ class MemoryPlan:
         memory: Bytes that each device has.
         replicas: Devices that share a batch.
         global_batch_size: Examples of a batch.
+        findings: What a step holds and need not, as in `check_input`.
     """
 
     uses: tuple[MemoryUse, ...]
     memory: int
     replicas: int
     global_batch_size: int
+    findings: tuple[check_results.Finding, ...] = ()
 
     @property
     def chosen(self) -> MemoryUse | None:
@@ -103,7 +106,7 @@ class MemoryPlan:
         table = check_results.table([heading, *map(self._row, self.uses)])
         is_marked = not all(use.equal for use in self.uses)
         notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
-        return "\n\n".join([head, table, *notes, self._result()])
+        return "\n\n".join([head, table, *notes, self._result(), *map(str, self.findings)])
 
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
@@ -159,7 +162,9 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     from kdpkit.training.jax._memory import StepMemory
 
     step = StepMemory(lambda: _made(make))
-    return MemoryPlan(tuple(_uses(step, replicas, limit)), limit, replicas, step.global_batch_size)
+    uses = tuple(_uses(step, replicas, limit))
+    findings = check_results.in_order(slow_steps.of_step(step.loop, step.batch))
+    return MemoryPlan(uses, limit, replicas, step.global_batch_size, findings)
 
 
 def _made(make: Make) -> tuple[Any, TrainingLoop]:

@@ -49,11 +49,15 @@ class StepMemory:
         feed = self._steps.open(dataset, "dataset", steps=1)  # The dataset may be endless.
         self._steps.build(feed, training=True)
         (batch,) = iter(feed.batches).take(1)
-        self._batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype), batch)
+        self.batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype), batch)
+
+    @property
+    def loop(self) -> Any:
+        return self._steps.loop
 
     @property
     def global_batch_size(self) -> int:
-        return num_examples(self._batch)
+        return num_examples(self.batch)
 
     @property
     def can_remat(self) -> bool:
@@ -126,7 +130,7 @@ class StepMemory:
         mesh = steps.strategy
         is_uneven = self.global_batch_size % batch_shards(mesh)
         placement = replicated(mesh) if is_uneven else by_examples(mesh)
-        batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, placement), self._batch)
+        batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, placement), self.batch)
         return steps, steps._variables.shapes(), batch
 
     def activations(self, accumulation: int, *, remat: bool) -> int:

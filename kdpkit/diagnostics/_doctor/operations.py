@@ -1,0 +1,139 @@
+"""The operations with which a model computes its losses, as the backend traces them."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from kdpkit.diagnostics._doctor import training_step
+
+_OF_NO_LAYER = re.compile(r"/?(?:[^/]*->|vmap|einsum|Tensordot|MatMul)")
+_FUSED = ("dot_product_attention", "splash", "flash")  # in the names of JAX's kernels
+
+
+class Operation(NamedTuple):
+    """One operation of the forward pass.
+
+    Attributes:
+        kind: `"product"` of matrices, `"softmax"`, `"random"` numbers, or `"fused"` attention.
+        place: Its name, after those of the layers in which it is.
+        shape: Of its result (of a softmax, of what it is computed from), without axes of size 1.
+        dtype: Of its first input.
+        inner: Of a product, how many numbers are summed for each of the result.
+        is_batched: Of a product, whether each example has both matrices for itself.
+        times: How often it is computed.
+    """
+
+    kind: str
+    place: str
+    shape: tuple[int, ...]
+    dtype: str
+    inner: int = 0
+    is_batched: bool = False
+    times: int = 1
+
+    @property
+    def layers(self) -> str:
+        """The layers in which it is, such as `"functional/dense"`."""
+        return _OF_NO_LAYER.split(self.place)[0]
+
+
+def traced(trainer: Any, batch: Any) -> list[Operation]:
+    """Trace the losses of a batch in training, and compute nothing; the model must be built."""
+    if hasattr(trainer, "preprocess_samples"):  # as `fit` of KerasHub's models does
+        batch = trainer.preprocess_samples(*keras.utils.unpack_x_y_sample_weight(batch))
+    if keras.backend.backend() == "jax":
+        import jax
+
+        variables = training_step.model_of(trainer).variables
+
+        def losses(values: list[jax.Array], batch: Any) -> Any:
+            with keras.StatelessScope(state_mapping=zip(variables, values, strict=True)):
+                return _losses(trainer, batch)
+
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in variables]
+        return [*of_jaxpr(jax.make_jaxpr(losses)(shapes, batch).jaxpr)]
+    import tensorflow as tf
+
+    specs = keras.tree.map_structure(
+        lambda part: part if part is None else tf.type_spec_from_value(part), batch
+    )
+    function = tf.function(lambda batch: _losses(trainer, batch), autograph=False)
+    return [*_of_graph(function.get_concrete_function(specs).graph)]
+
+
+def _losses(trainer: Any, batch: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if training_step.is_loop(trainer):
+        return trainer.per_example_loss(x, y, training=True)[0]
+    return trainer.compute_loss(x, y, trainer(x, training=True), sample_weight, training=True)
+
+
+def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[Operation]:
+    """Yield the operations of a program of JAX, with those of the programs in it."""
+    import jax
+
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        place = str(equation.source_info.name_stack)
+        shapes = [tuple(part.aval.shape) for part in equation.invars]
+        shape, dtype = _squeezed(equation.outvars[0].aval.shape), ""
+        if shapes and hasattr(equation.invars[0].aval, "dtype"):
+            dtype = equation.invars[0].aval.dtype.name
+        if any(word in f"{name} {params.get('name', '')}" for word in _FUSED):
+            yield Operation("fused", place, shape, dtype, times=times)
+            continue
+        if name == "dot_general":
+            ((axes, _), (shared, _)) = params["dimension_numbers"]
+            inner = math.prod(shapes[0][axis] for axis in axes)
+            yield Operation("product", place, shape, dtype, inner, bool(shared), times)
+        elif name == "conv_general_dilated":
+            inner = math.prod(shapes[1]) // shapes[1][params["dimension_numbers"].rhs_spec[0]]
+            yield Operation("product", place, shape, dtype, inner, times=times)
+        elif name in ("exp", "random_bits"):
+            kind = "softmax" if name == "exp" else "random"
+            yield Operation(kind, place, shape, dtype, times=times)
+        for part in jax.tree.leaves(params, is_leaf=_is_program):
+            if _is_program(part):
+                yield from of_jaxpr(part, times * params.get("length", 1))
+
+
+def _is_program(part: Any) -> bool:
+    return hasattr(part, "eqns")
+
+
+def _of_graph(graph: Any) -> Iterator[Operation]:
+    """Yield the operations of a graph of TensorFlow, whose shapes are all known."""
+    for operation in graph.get_operations():
+        kind, place, inputs, outputs = (
+            getattr(operation, name) for name in ("type", "name", "inputs", "outputs")
+        )
+        shapes = [tuple(part.shape) for part in inputs if part.shape.is_fully_defined()]
+        if not (inputs and outputs and outputs[0].shape.is_fully_defined()):
+            continue
+        if len(shapes) < len(inputs):
+            continue
+        shape, dtype = _squeezed(outputs[0].shape), inputs[0].dtype.name
+        if kind in ("MatMul", "BatchMatMulV2"):
+            is_turned = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
+            inner, is_batched = shapes[0][-2 if is_turned else -1], min(map(len, shapes)) > 2
+            yield Operation("product", place, shape, dtype, inner, is_batched)
+        elif kind == "Einsum" and len(shapes) == 2:
+            terms, result = operation.get_attr("equation").decode().split("->")
+            left, right = terms.split(",")
+            sizes = zip(left, shapes[0], strict=True)
+            inner = math.prod(size for letter, size in sizes if letter not in result)
+            is_batched = bool({*left} & {*right} & {*result})
+            yield Operation("product", place, shape, dtype, inner, is_batched)
+        elif kind == "Conv2D":
+            yield Operation("product", place, shape, dtype, math.prod(shapes[1][:-1]))
+        elif kind == "Exp" or "Softmax" in kind:
+            yield Operation("softmax", place, _squeezed(shapes[0]), dtype)
+        elif "RandomUniform" in kind:
+            yield Operation("random", place, shape, dtype)
+
+
+def _squeezed(shape: Any) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

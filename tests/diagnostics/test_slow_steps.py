@@ -1,0 +1,233 @@
+"""What makes a step slow: found in a program that has the fault, and not in its twin."""
+
+import math
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from kdpkit import batches
+from kdpkit.diagnostics import check_input, check_speed, plan_memory
+from kdpkit.diagnostics._doctor import slow_steps, speed
+from kdpkit.diagnostics._doctor.slow_steps import Device
+from kdpkit.experiment import text
+from kdpkit.training import TrainingLoop, linear_cross_entropy
+from tests.training.test_programs import ALL
+
+CPU, GPU, TPU = Device("cpu", False, 10.0), Device("gpu", True, 150.0), Device("tpu", True, 150.0)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+TOKENS = np.zeros((16, 512), "int32")
+IS_JAX = keras.backend.backend() == "jax"
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    before = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(before)
+    keras.config.enable_flash_attention()
+
+
+class Attention(layers.Layer):
+    """An attention as many write it out."""
+
+    def call(self, x, value, use_causal_mask):
+        del value, use_causal_mask
+        x = ops.reshape(x, (-1, x.shape[1], 4, 16))
+        scores = ops.einsum("bqnd,bknd->bnqk", x, x) / math.sqrt(x.shape[-1])
+        x = ops.einsum("bnqk,bknd->bqnd", ops.softmax(scores), x)
+        return ops.reshape(x, (-1, x.shape[1], 64))
+
+
+def language_model(layer=layers.MultiHeadAttention, *, policy="mixed_bfloat16", **settings):
+    """Build a model whose attention a kernel could compute, if no setting forbids it."""
+    keras.config.set_dtype_policy(policy)
+    length, size = settings.pop("length", 512), settings.pop("size", 100)
+    settings = {"num_heads": 4, "key_dim": 16} | settings if layer is not Attention else {}
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(size, 64)(tokens)
+    x = layer(**settings, name="attention")(x, x, use_causal_mask=True)
+    model = keras.Model(tokens, layers.Dense(size, name="last")(x))
+    model.compile("adam", CROSS_ENTROPY)
+    return model
+
+
+def found(model, device=GPU, batch=(TOKENS, TOKENS)):
+    return {each.rule: each for each in slow_steps.of_step(model, batch, device)}
+
+
+# Attention that computes all scores.
+
+FAULTS = {
+    "some of them are dropped": {"dropout": 0.1},
+    "the layer computes them itself": {"layer": Attention},
+    "do not take float32": {"policy": "float32"},
+    "heads have 12 numbers": {"key_dim": 12},
+    "no mask of odd length": {"length": 513},
+}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("reason", FAULTS)
+def test_attention_with_all_scores_is_found_with_its_reason_and_bytes(reason):
+    fault = FAULTS[reason]
+    shape = 16, 4, fault.get("length", 512), fault.get("length", 512)
+    tokens = np.zeros((16, shape[-1]), "int32")
+    finding = found(language_model(**fault), batch=(tokens, tokens))["attention"]
+    kept = 2 + 2 + 1 if "dropout" in fault else 4 if "policy" in fault else 2
+    size = f"{kept * math.prod(shape) / 2**20:.0f} MiB"
+    assert f"{[*shape]}, and {size} of a batch" in finding.problem
+    assert reason in finding.problem
+    assert (finding.level, finding.where) == ("slow", "functional/attention")
+
+
+@pytest.mark.jax
+def test_what_a_device_decides_is_found_on_that_device():
+    twin = language_model()
+    assert found(twin, CPU) == {}  # on a GPU a kernel would compute it
+    assert "this device or its cuDNN" in found(twin)["attention"].problem
+    assert "no mask that depends on the data" in found(twin, TPU)["attention"].problem
+    assert found(language_model(Attention), CPU)["attention"].level == "note"
+    keras.config.disable_flash_attention()
+    assert "enable_flash_attention()" in found(language_model())["attention"].remedy
+
+
+@pytest.mark.jax
+def test_a_kernel_of_cudnn_is_seen_in_the_program(monkeypatch):
+    """JAX traces it for a GPU, which is here one that is not there."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
+    model = language_model()
+    assert found(model) == {}
+    loop = TrainingLoop(model, optimizer="adam", loss=CROSS_ENTROPY)
+    assert text.attention(loop, (TOKENS, TOKENS)) == "Attention: fused in 1 layer"
+    assert "float32" in found(language_model(policy="float32"))["attention"].problem
+
+
+def test_a_cpu_and_tensorflow_have_no_fused_attention_and_say_so():
+    loop = TrainingLoop(language_model(), optimizer="adam", loss=CROSS_ENTROPY)
+    line = text.attention(loop, (TOKENS[:2], TOKENS[:2]))
+    why = "a CPU has no kernel for it."
+    assert line == f"Attention: all scores, [2, 4, 512, 512], in 1 layer: {why}"
+    if not IS_JAX:
+        finding = found(language_model(), CPU)["attention"]
+        assert (finding.level, finding.remedy) == ("note", "Train with KERAS_BACKEND=jax.")
+
+
+@pytest.mark.jax
+def test_without_its_dropout_an_attention_needs_less_memory():
+    def plan(rate):
+        data = batches.ArrayBatches((TOKENS, TOKENS), global_batch_size=4)
+        model = language_model(dropout=rate, policy="float32")
+        return plan_memory(lambda: (data, model), memory="1GiB")
+
+    dropping, twin = plan(0.1), plan(0.0)
+    assert "dropped" in dropping.findings[0].problem
+    assert "    Remedy: Build the attention with `dropout=0.0`" in str(dropping)
+    saved = dropping.chosen.activations - twin.chosen.activations
+    assert saved >= 4 * 4 * 512**2 * (4 + 1)
+
+
+# Logits, precision, and batches.
+
+
+class ChunkedLoop(TrainingLoop):
+    """The loss of the last layer's logits, in chunks."""
+
+    def per_example_loss(self, x, y, *, training):
+        last = self.model.get_layer("last")
+        hidden = keras.Model(self.model.inputs, last.input)(x, training=training)
+        return linear_cross_entropy(hidden, ops.transpose(last.kernel), y, bias=last.bias)
+
+
+def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
+    model = language_model(size=20_000, policy="float32")
+    report = check_input((TOKENS, TOKENS), model=model, batch_size=16)
+    (finding,) = (each for each in report.findings if each.rule == "logits")
+    assert not report.clean
+    assert "20,000 tokens are held at 8,192 positions" in finding.problem
+    assert f"{20_000 * 8192 * 8 / 2**30:.3g} GiB" in finding.problem
+    assert "logits" not in found(ChunkedLoop(model, optimizer="adam"))
+    assert "logits" not in found(language_model(size=100))
+
+
+@pytest.mark.jax
+def test_logits_in_chunks_take_less_memory():
+    def plan(loop, **settings):
+        data = batches.ArrayBatches((TOKENS, TOKENS), global_batch_size=16)
+        model = language_model(size=20_000, policy="float32")
+        return data, loop(model, optimizer="adam", **settings)
+
+    all_held = plan_memory(lambda: plan(TrainingLoop, loss=CROSS_ENTROPY), memory="8GiB")
+    chunked = plan_memory(lambda: plan(ChunkedLoop), memory="8GiB")
+    rules = [{each.rule for each in each_plan.findings} for each_plan in (all_held, chunked)]
+    assert ["logits" in of_one for of_one in rules] == [True, False]
+    assert all_held.uses[0].total - chunked.uses[0].total > 20_000 * 8192 * 4
+
+
+def dense(policy="float32"):
+    keras.config.set_dtype_policy(policy)
+    model = keras.Sequential([keras.Input((4096,)), layers.Dense(4096)], name="wide")
+    model.compile("adam", "mse")
+    return model
+
+
+def test_float32_is_found_on_a_device_that_has_bfloat16_and_only_there():
+    batch = (np.zeros((4096, 4096), "float32"),) * 2
+    finding = found(dense(), GPU, batch)["float32"]
+    assert (finding.level, finding.where) == ("slow", "wide")
+    assert 'set_dtype_policy("mixed_bfloat16")' in finding.remedy
+    assert found(dense(), CPU, batch) == found(dense("mixed_bfloat16"), GPU, batch) == {}
+
+
+def test_batches_too_small_for_the_update_are_found_and_larger_ones_are_faster(monkeypatch):
+    monkeypatch.setattr(speed, "_ROUNDS", 1)
+    model, data = dense(), np.zeros((64, 4096), "float32")
+    small, large = (
+        check_speed((data, data), model=model, batch_size=size, seconds=0.2) for size in (2, 64)
+    )
+    (finding,) = small.findings
+    assert (finding.rule, small.clean, large.findings) == ("small-batch", False, ())
+    assert f"moves {4 * (5 + 2 * 2) * 4096 * 4097 / 2**20:.0f} MiB" in finding.problem
+    assert "batches of 64 examples" in finding.remedy
+    assert 2 / small.step_seconds < 64 / large.step_seconds / 2
+
+
+# No false alarm.
+
+STEP = {"step", "attention", "logits", "float32", "small-batch"}
+
+
+def test_programs_of_others_are_clean():
+    checked = 0
+    for program in ALL:
+        if keras.backend.backend() in program.backends and checked < 20:
+            keras.utils.clear_session(free_memory=False)
+            model, data = program.build(), program.data()
+            parts = data["x"], data.get("y"), data.get("sample_weight")
+            parts = parts[0] if all(part is None for part in parts[1:]) else parts
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what JAX truncates
+                report = check_input(parts, model=model, batch_size=data.get("batch_size"))
+            assert not {each.rule for each in report.findings} & STEP, (program.name, str(report))
+            checked += "step" in report.checked
+    assert checked >= (10 if IS_JAX else 20)
+
+
+def test_a_step_that_raises_is_a_finding_and_one_of_its_own_is_not_looked_at():
+    class Own(keras.Sequential):
+        def train_step(self, *arguments):
+            return super().train_step(*arguments)
+
+    x = np.zeros((32, 8), "float32")
+    for kind, rules, checked in ((keras.Sequential, ["step"], "step"), (Own, [], "train")):
+        model = kind([layers.Dense(4), layers.Reshape((3,))])
+        model.compile("adam", "mse")
+        report = check_input((x, x), model=model)
+        assert [each.rule for each in report.findings] == rules
+        assert report.checked[-1] == checked
