@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kdpkit import checkpoints
-from kdpkit._internal import checks, processes
+from kdpkit._internal import checks, optimizers, processes
 from kdpkit.callbacks._resume import callback_state, data, model_state, stopping
 from kdpkit.checkpoints import Position
 
@@ -254,9 +254,8 @@ class Resume(keras.callbacks.Callback):
 
     def _settings(self) -> dict[str, Any]:
         """Return what must stay the same to continue a run."""
-        optimizers = model_state.optimizers(self.model)
         return {
-            "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+            "optimizers": [type(found).__name__ for found in optimizers.all_of(self.model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._steps_per_epoch,
             "global_batch_size": self._data.global_batch_size,

@@ -33,6 +33,15 @@ _ENDED = (
     "the others."
 )
 _DIFFERENT = "All processes must read the same batches, but they have read different ones."
+OTHER_LENGTHS = (
+    "A layer or a loss is called on tensors with different numbers of examples, and each device "
+    "would get its part of each."
+)
+_REMEDIES = {
+    _ENDED: _SAME,
+    _DIFFERENT: _SAME,
+    OTHER_LENGTHS: "Pass the layer to `replica_exact(model, undivided=[layer])`.",
+}
 _reported: set[str] = set()
 
 
@@ -176,11 +185,11 @@ def checked_batch(mesh: Any, data: Any) -> Any:
 
 @contextlib.contextmanager
 def explaining_differences() -> Iterator[None]:
-    """Raise an `InputError` with the fix, in all processes, where `checked_batch` fails."""
+    """Raise an `InputError` with the fix where one of a step's assertions fails."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for problem in (_ENDED, _DIFFERENT):
+        for problem, remedy in _REMEDIES.items():
             if problem in str(error):
-                checks.fail(problem, remedy=_SAME)
+                checks.fail(problem, remedy=remedy)
         raise

@@ -28,7 +28,6 @@ from kdpkit.training.tensorflow import (
     _checks,
     _global_batches,
     _keras_internals,
-    _layer_calls,
     _library_layers,
     _losses_and_metrics,
     _micro_batches,
@@ -81,7 +80,6 @@ class TensorFlowSteps(Steps):
         with (
             processes.explain_lost_process(),
             _global_batches.explaining_differences(),
-            _layer_calls.explaining_other_lengths(),
             _patches.installed(),
         ):
             yield
