@@ -258,8 +258,6 @@ def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strateg
 
 
 def _spec_of(batch: Any) -> Any:
-    """Return what specifies a batch of arrays and tensors."""
-
     def spec(leaf: Any) -> Any:
         if leaf is None:
             return None

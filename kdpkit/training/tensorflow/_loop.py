@@ -45,12 +45,9 @@ from kdpkit.training.tensorflow._tracing import traced_once
 
 
 class TensorFlowSteps(Steps):
-    """Runs the steps of a loop under its strategy, as `Steps` asks.
+    """Runs the steps of a `TrainingLoop` under a strategy, as `Steps` asks.
 
-    Args:
-        loop: The `TrainingLoop`.
-        strategy: A strategy, or None for the one that the model was built in.
-        jit: Whether XLA compiles forward and backward pass; "auto" asks the model.
+    Without a strategy it is the one that the model was built in. `jit` is as in the loop.
     """
 
     counts_once = True  # loss and metrics, for all devices
