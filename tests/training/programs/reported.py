@@ -495,10 +495,7 @@ STACKS = {
     "a mode of the call around": [AroundCentered],
     "halves of a batch normalized apart": [lambda: layers.Dense(8), GhostNormalization],
     "a constant that a layer has made": [Edges, layers.Flatten],
-    "a recurrent layer, compiled by XLA": [
-        lambda: layers.Reshape((3, 2)),
-        lambda: layers.LSTM(4),
-    ],
+    "a recurrent layer, compiled by XLA": [lambda: layers.Reshape((3, 2)), lambda: layers.LSTM(4)],
 }
 for _name, _layers in STACKS.items():
     on_tensorflow(_name, classifier(*_layers, jit_compile="XLA" in _name))
