@@ -72,7 +72,7 @@ def require_equal(
     remedy: str,
     strategy: "tf.distribute.Strategy | None" = None,
 ) -> None:
-    """Raise, in every process, for numbers that are not the same in all; `what` they are is a noun.
+    """Raise, in every process, for numbers, which `what` names, that are not the same in all.
 
     Every process must call it at the same point of the program. On TensorFlow the strategy spans
     the processes.

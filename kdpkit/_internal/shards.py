@@ -148,7 +148,7 @@ def let_keras_shard() -> None:
 
 
 def wrap_once(owner: Any, name: str, wrapper: Callable, *arguments: str) -> None:
-    """Replace a function of Keras, if it takes these arguments, and if this was not done before."""
+    """Replace a function of Keras, once; raise where it does not take these arguments."""
     original = getattr(owner, name, None)
     if hasattr(original, "kdpkit_wrapper"):
         return
