@@ -45,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     code = _run([*sys.argv[1:]])
-    _leave(code)
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a program may print while Python exits
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    if threads != [threading.main_thread()]:
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
@@ -85,15 +90,6 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("kdpkit: Stopped by Ctrl-C.\n")
         return 128 + signal.SIGINT
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a program may print while Python exits
-    threads = [thread for thread in threading.enumerate() if not thread.daemon]
-    if threads != [threading.main_thread()]:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _fail(command: str, problem: str) -> NoReturn:

@@ -86,14 +86,11 @@ class ScalePlan:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "per_replica_batch_size", "accumulation"):
-            self._keep(name, checks.integer(name, getattr(self, name)))
+            # A plain Python number, for JSON; the class is frozen.
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name)))
         rate = checks.number("base_learning_rate", self.base_learning_rate, above=0)
-        self._keep("base_learning_rate", rate)
+        object.__setattr__(self, "base_learning_rate", rate)
         checks.one_of("rule", self.rule, RULES)
-
-    def _keep(self, name: str, value: int | float) -> None:
-        """Store an argument as a plain Python number, for JSON (the class is frozen)."""
-        object.__setattr__(self, name, value)
 
     @property
     def global_batch_size(self) -> int:

@@ -28,6 +28,7 @@ from tests.callbacks.resume_programs import (
     LOSS,
     ON_JAX,
     STEPS,
+    CrashError,
     batches,
     build,
     fit,
@@ -37,10 +38,6 @@ from tests.callbacks.resume_programs import (
 )
 
 LAST = "last"
-
-
-class CrashError(Exception):
-    """An error in a step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,7 @@ ON_JAX = {
         "tests/test_tpus.py",
     ],
     "callbacks": ["tests/callbacks"],
-    "loop": [
-        "tests/training/test_loop.py",
-        "tests/training/test_remat.py",
-    ],
+    "loop": ["tests/training/test_loop.py", "tests/training/test_remat.py"],
     "diagnostics": [
         "tests/diagnostics/test_arrays.py",
         "tests/diagnostics/test_largest_batch.py",

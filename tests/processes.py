@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -138,6 +139,16 @@ def with_tf_config(*command, addresses=None, only=(0, 1)):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         started.append(Process(sys.executable, *command, TF_CONFIG=json.dumps(config)))
     return Together(started)
+
+
+def copy_checkout(directory):
+    """Copy what a build of the wheel needs, as a build leaves files behind."""
+    for part in ("kdpkit", "recipes"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, directory / part, ignore=ignored)
+    for file in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / file, directory / file)
+    return directory
 
 
 def free_port():

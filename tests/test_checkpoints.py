@@ -172,13 +172,11 @@ def assert_read_values_stay(model, data):
         copies = {name: value.copy() for name, value in read.items()}
         fit()
         now = checkpoints.values_of({"model": variables})
-        for name, value in read.items():
-            np.testing.assert_array_equal(value, copies[name])
+        np.testing.assert_equal(read, copies)
         assert sum((now[name] != read[name]).any() for name in read) >= 8
     for _ in range(2):  # nor do steps after these values were assigned
         checkpoints.assign({"model": variables}, read)
-        for name, value in checkpoints.values_of({"model": variables}).items():
-            np.testing.assert_array_equal(value, copies[name])
+        np.testing.assert_equal(checkpoints.values_of({"model": variables}), copies)
         fit()
 
 
@@ -196,5 +194,4 @@ def test_values_of_another_model_raise_and_change_nothing():
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"does not fit the model.*\(8, 4\).*\(8, 3\)"):
         checkpoints.assign({"model": model.variables}, saved)
-    for left, right in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(left, right)
+    np.testing.assert_equal(model.get_weights(), before)

@@ -20,6 +20,8 @@ MISTAKES = [
     (["plan", "--memory", "1GiB", "a.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
     (["plan", "--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
     (["plan", "--memory", "16QB", "a.py:make"], "the bytes of a device. Received: memory='16QB'"),
+    (["doctor"], "the following arguments are required: TARGET"),
+    (["doctor", "a.py", "--epochs", "3"], "--epochs 3; those of a program come after `--`"),
     (["recipe"], "kdpkit recipe"),
     (["recipe", "copy"], "kdpkit recipe"),
 ]
@@ -45,7 +47,13 @@ def test_without_a_command_the_help_is_printed_which_lists_them(capsys):
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [*MISTAKES, (["plan", "--memory", "1GiB", "missing.py:make"], "missing.py")],
+    [
+        *MISTAKES,
+        (["plan", "--memory", "1GiB", "missing.py:make"], "missing.py"),
+        (["doctor", "os:getcwd", "--measure"], "`model` must be a Keras model"),
+        (["doctor", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
+        (["doctor", "--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
+    ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.getenv("XLA_FLAGS", ""))  # put back afterwards
@@ -71,7 +79,6 @@ def test_flags_are_parsed_and_plans_are_made_without_a_framework():
     words = [
         *([], *([name, "--help"] for name in COMMANDS), *(words for words, _ in MISTAKES)),
         ["plan", *RUN, "--epochs", "9", "--optimizer", "sgd"],
-        ["doctor"],
         ["doctor", "--tpu", "missing.py"],
         ["doctor", "train.py", "--workers", "0"],
         ["doctor", "--measure", "train.py", "--seconds", "-1"],

@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import sysconfig
 
@@ -14,6 +15,10 @@ from tests.processes import run_code
 
 def words(lines):
     return sum(len(line.split()) for line in lines)
+
+
+def parts(splits):
+    return splits.train, splits.validation, splits.test
 
 
 @pytest.fixture
@@ -42,11 +47,8 @@ def modules(count, text='"""Module {0} does what {0} others do not.\n\nIt does i
 @pytest.mark.slow
 def test_documentation_is_of_paragraphs_in_one_split_each_in_the_promised_proportions():
     documentation = corpora.load_text("builtin")
-    lines = [*documentation.train, *documentation.validation, *documentation.test]
-    sizes = [
-        words(split)
-        for split in (documentation.train, documentation.validation, documentation.test)
-    ]
+    lines = [*itertools.chain(*parts(documentation))]
+    sizes = [*map(words, parts(documentation))]
     assert sum(sizes) > 200_000
     assert 0.85 < sizes[0] / sum(sizes) < 0.95
     assert min(sizes) > 0.03 * sum(sizes)
@@ -58,17 +60,14 @@ def test_documentation_is_of_paragraphs_in_one_split_each_in_the_promised_propor
 
 
 def test_modules_of_one_directory_go_to_one_split_without_tests_and_comments(library):
-    parts = modules(40, '"""Part {0}, {0} and {0}."""')
+    similar = modules(40, '"""Part {0}, {0} and {0}."""')
     others = {"tests/test_a.py": '"""Never shown."""', "z.py": "# Nor this.\nx = 'Nor that.'"}
     others |= {"old.py": 'print "Python 2"', "nul.py": "x = '\0'"}
-    library(modules(60) | others | {f"sub/{name}": text for name, text in parts.items()})
+    library(modules(60) | others | {f"sub/{name}": text for name, text in similar.items()})
     splits = corpora.load_text()
-    holding = [
-        any(line.startswith("Part") for line in split)
-        for split in (splits.train, splits.validation, splits.test)
-    ]
+    holding = [any(line.startswith("Part") for line in split) for split in parts(splits)]
     assert sum(holding) == 1
-    lines = (*splits.train, *splits.validation, *splits.test)
+    lines = itertools.chain(*parts(splits))
     assert not any("Nor" in line or "Never" in line for line in lines)
 
 

@@ -43,24 +43,6 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
     assert "printed by the script" in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ([], "the following arguments are required: TARGET"),
-        (["train.py", "--epochs", "3"], "--epochs 3; those of a program come after `--`"),
-        (["os:getcwd", "--measure"], "`model` must be a Keras model"),
-        (["os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
-        (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_exit_code_2(flags, sentence, capsys):
-    assert cli.main(["doctor", *flags]) == 2
-    output = capsys.readouterr()
-    assert sentence in output.err
-    assert output.out == ""
-    assert output.err.count("\n") == 1
-
-
 INPUT = """
 import keras, tensorflow as tf
 from kdpkit.training import TrainingLoop

@@ -12,11 +12,8 @@ from tests.on_jax import ON_JAX
 from tests.processes import ROOT
 from tests.python_without import python_with, python_without
 
-REPEATING = (
-    "callbacks",
-    "diagnostics",
-    "vocabulary",
-)  # what they test differs least between the backends
+# What they test differs least between the backends.
+REPEATING = ("callbacks", "diagnostics", "vocabulary")
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="starts other environments; once is enough"

@@ -7,6 +7,7 @@ import zipfile
 import nbformat
 import pytest
 
+from tests.processes import copy_checkout
 from tools import make_notebooks, notebooks
 
 PATHS = [make_notebooks.SOURCE, *map(make_notebooks.path_of, make_notebooks.TITLES)]
@@ -68,14 +69,8 @@ def test_what_is_installed_may_be_a_name_an_address_or_a_path(path, tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    """What a notebook installs, a copy of the checkout: a build leaves files behind."""
-    copy = tmp_path / "checkout"
-    for part in ("kdpkit", "recipes"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(notebooks.CHECKOUT / part, copy / part, ignore=ignored)
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(notebooks.CHECKOUT / file, copy / file)
-    return copy.as_uri()
+    """What a notebook installs, a copy of the checkout."""
+    return copy_checkout(tmp_path / "checkout").as_uri()
 
 
 @pytest.mark.sampled(1)

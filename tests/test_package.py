@@ -15,7 +15,6 @@ import kdpkit
 from tests import processes
 from tests.processes import ROOT
 
-FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 TYPED = "typed_program.py"
 HIDDEN = ("__pycache__", "images")  # of the recipes, not in the wheel
 
@@ -43,12 +42,7 @@ def run(*command, cwd, check=True):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Build the wheel in a copy, as a build leaves files behind."""
-    copy = tmp_path_factory.mktemp("copy")
-    for part in ("kdpkit", "recipes"):
-        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in FILES:
-        shutil.copy(ROOT / file, copy / file)
+    copy = processes.copy_checkout(tmp_path_factory.mktemp("copy"))
     wheels = tmp_path_factory.mktemp("wheels")
     pip = (sys.executable, "-m", "pip")
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, copy, cwd=wheels)

@@ -74,12 +74,7 @@ def two(tmp_path_factory):
 
     def train():
         runs = {
-            "loop": {
-                **RUNS["loop"],
-                "monitors": True,
-                "shard": "weights",
-                "steps_per_loop": 3,
-            },
+            "loop": RUNS["loop"] | {"monitors": True, "shard": "weights", "steps_per_loop": 3},
             "fit": RUNS["fit"],
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}

@@ -16,9 +16,7 @@ else:
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callable]:
     """Return a package's `__getattr__` and `__dir__`, which import a name on first use (PEP 562).
 
-    Args:
-        package: The package's `__name__`.
-        homes: For each public name, the module of the package that has it, or that it is.
+    `homes` has, for each public name, the module of the package that has it, or that it is.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807 the package's own

@@ -21,7 +21,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = storage.path(path)
     if isinstance(target, storage.RemotePath):
-        with _temporary(target.name) as temporary:
+        with tempfile.TemporaryDirectory() as directory:
+            temporary = Path(directory) / target.name
             yield temporary
             target.upload(temporary)
         return
@@ -36,30 +37,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _temporary(name: str) -> Iterator[Path]:
-    """Yield a path of that name, which is deleted after the block."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory) / name
-
-
-@contextlib.contextmanager
 def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a file of this machine: the one at `path`, or a temporary copy if it is remote."""
     source = storage.path(path)
     if isinstance(source, Path):
         yield source
         return
-    with _temporary(source.name) as copy:
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / source.name
         source.call("get_file", str(copy))
         yield copy
 
 
 def make_writable(directory: storage.AnyPath) -> None:
-    """Create a directory if it is missing, and check before a long run that files can be written.
-
-    Raises:
-        FileInputError: It cannot be created or written.
-    """
+    """Create a directory if it is missing; raise before a long run if no files can be written."""
     trial = directory / ".kdpkit-trial"
     try:
         with replacing(trial) as file:

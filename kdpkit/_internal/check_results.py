@@ -50,15 +50,12 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     >>> [finding.level for finding in in_order([slow, error, slow])]
     ['error', 'slow']
     """
-    return tuple(sorted(dict.fromkeys(findings), key=_rank))
+    by_rule = sorted(dict.fromkeys(findings), key=dataclasses.astuple)
+    return tuple(sorted(by_rule, key=lambda finding: LEVELS.index(finding.level)))
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:
     return all(finding.level == "note" for finding in findings)
-
-
-def _rank(finding: Finding) -> tuple[int, str, str, str]:
-    return LEVELS.index(finding.level), finding.rule, finding.where, finding.problem
 
 
 def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:

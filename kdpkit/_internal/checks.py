@@ -216,7 +216,7 @@ def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "
 
 
 def first_line(error: object) -> str:
-    r"""Return the first line that reports what went wrong, without its full stop.
+    r"""Return the first line of an error, or of its message, without its full stop.
 
     The place, with which TensorFlow and Keras begin, and names of graph nodes are left out.
 
@@ -226,9 +226,6 @@ def first_line(error: object) -> str:
     'No data'
     >>> first_line(KeyError())
     'KeyError'
-
-    Args:
-        error: An error, or its message, which must not be empty.
     """
     lines = [line for line in _DETAILS.sub("", str(error)).splitlines() if line.strip()]
     reports = [line for line in lines if not _PLACE.match(line)]

@@ -47,8 +47,6 @@ def cores() -> int:
 
 
 def chips(pci_devices: Path = _PCI_DEVICES) -> int:
-    """Count the TPU chips of this machine."""
-
     def is_tpu(device: Path) -> bool:
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
         return vendor == _GOOGLE and kind in _TPU_CHIPS

@@ -41,7 +41,6 @@ def index() -> int:
 
 
 def _position() -> tuple[int, int]:
-    """Return the number of this process, and how many there are."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -66,9 +65,6 @@ def report(sentence: str) -> None:
     sys.stderr.write(f"\n{process}{sentence}\n")
 
 
-# Agreement.
-
-
 def require_equal(
     what: str,
     numbers: Sequence[int],
@@ -76,15 +72,10 @@ def require_equal(
     remedy: str,
     strategy: "tf.distribute.Strategy | None" = None,
 ) -> None:
-    """Raise, in every process, for numbers that are not the same in all.
+    """Raise, in every process, for numbers, which `what` names, that are not the same in all.
 
-    Every process must call it at the same point of the program.
-
-    Args:
-        what: What the numbers are, as the sentence's subject.
-        numbers: As many in every process.
-        remedy: The fix.
-        strategy: On TensorFlow, the one that spans the processes.
+    Every process must call it at the same point of the program. On TensorFlow the strategy spans
+    the processes.
     """
     if count() == 1:
         return
@@ -139,9 +130,6 @@ def reached_preemption() -> bool:
     return bool(multihost_utils.reached_preemption_sync_point(next(_preemption_checks)))
 
 
-# Leaving.
-
-
 def explain_lost_process_at_exit() -> None:
     """Let the program's last traceback report a lost process, also outside of training."""
     hook = sys.excepthook
@@ -174,12 +162,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Raise one sentence in place of a transport's error.
-
-    Raises:
-        errors.ProcessLostError: Another process is gone.
-        errors.InputError: A value of JAX differs between the processes.
-    """
+    """Raise one sentence in place of a transport's error, or of JAX's about different values."""
     try:
         yield
     except Exception as error:  # The frameworks' kinds cannot be imported everywhere.

@@ -142,20 +142,21 @@ def let_keras_shard() -> None:
     Keras has no setting for it: an optimizer's variable takes the layout of its weight, and XLA
     chooses what it gathers and keeps. Under other distributions the methods do what they did.
     """
-    _wrap(keras.optimizers.Optimizer, "add_variable", "layout", _adding_sharded)
-    _wrap(keras.Layer, "stateless_call", "non_trainable_variables", _gathering_weights)
-    _wrap(keras.Model, "compute_loss_and_updates", "optimizer_variables", _gathering_again)
+    wrap_once(keras.optimizers.Optimizer, "add_variable", _adding_sharded, "layout")
+    wrap_once(keras.Layer, "stateless_call", _gathering_weights, "non_trainable_variables")
+    wrap_once(keras.Model, "compute_loss_and_updates", _gathering_again, "optimizer_variables")
 
 
-def _wrap(cls: type, name: str, argument: str, wrapper: Callable) -> None:
-    method = getattr(cls, name)
-    if hasattr(method, "kdpkit_wrapper"):
+def wrap_once(owner: Any, name: str, wrapper: Callable, *arguments: str) -> None:
+    """Replace a function of Keras, once; raise where it does not take these arguments."""
+    original = getattr(owner, name, None)
+    if hasattr(original, "kdpkit_wrapper"):
         return
-    if argument not in inspect.signature(method).parameters:
-        versions.reject_unknown(f"{cls.__name__}.{name}")
-    wrapped = functools.wraps(method)(wrapper(method))
+    if original is None or not {*arguments} <= {*inspect.signature(original).parameters}:
+        versions.reject_unknown(f"{owner.__name__}.{name}", jax=jax.__version__)
+    wrapped = functools.wraps(original)(wrapper(original))
     wrapped.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    setattr(cls, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 def _adding_sharded(add_variable: Callable) -> Callable:

@@ -75,9 +75,6 @@ AnyPath: TypeAlias = pathlib.Path | RemotePath
 def path(value: str | os.PathLike[str]) -> AnyPath:
     """Return a path of this machine, or of object storage if it has a scheme.
 
-    Raises:
-        ValueError: It is `gs:/...`, which pathlib made of `gs://...`.
-
     >>> path("logs/run"), path("gs://bucket/logs") / "run"
     (PosixPath('logs/run'), RemotePath('gs://bucket/logs/run'))
     """
@@ -127,7 +124,6 @@ def _reason(error: Exception) -> str:
 
 
 def _system(path: RemotePath) -> Any:
-    """Return fsspec's file system for the scheme."""
     try:
         from fsspec.core import url_to_fs
 

@@ -135,7 +135,6 @@ class ArrayBatches(keras.utils.PyDataset):
         return _permutation(count, self.seed, self.epoch)
 
     def _read(self, batch_indices: np.ndarray) -> Batch:
-        """Read this process's part of a batch."""
         indices = self._part_of_process(batch_indices)
         batch = _as_batch(self._source.read(indices))
         kinds, count = _kinds_of(batch), num_examples(batch)
@@ -200,10 +199,7 @@ class ArrayBatches(keras.utils.PyDataset):
 
 
 def num_examples(batch: Nest) -> int:
-    """Return the number of examples in a batch, the same in all its arrays.
-
-    Raises:
-        ValueError: They differ, or there are none.
+    """Return the number of examples in a batch; raise if it differs between its arrays.
 
     >>> num_examples((np.zeros((3, 2)), {"label": np.zeros(3)}))
     3

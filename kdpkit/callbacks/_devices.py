@@ -112,7 +112,6 @@ class DeviceMonitor(keras.callbacks.Callback):
             self._sample()
 
     def _restart(self) -> None:
-        """Discard earlier readings."""
         with self._lock:
             self._read()  # Some sources report a mean since their last reading.
             self._readings, self._is_paused = [], False

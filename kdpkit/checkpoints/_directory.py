@@ -1,5 +1,6 @@
 """A directory of training states, which one run uses at a time."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -240,15 +241,6 @@ def _position(path: storage.AnyPath) -> Position | None:
     return Position(*map(int, match.groups())) if match else None
 
 
-def _read(path: storage.AnyPath) -> TrainingState:
-    with atomic_files.fetched(path) as local:
-        header, arrays = _content(local)
-    position = Position(header["epoch"], header["step"])
-    if position != _position(path):
-        raise ValueError(f"its name and its content differ in the position ({position})")
-    return TrainingState(position=position, arrays=arrays, notes=header["notes"])
-
-
 def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays of any numeric type, those of `ml_dtypes` (bfloat16) included, and a header.
 
@@ -268,20 +260,23 @@ def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.nda
         os.fsync(file.fileno())
 
 
-def _content(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return a file's header and its arrays."""
-    if not path.is_file():  # reading a pipe would wait for a writer
-        raise OSError("it is not a file")
-    with path.open("rb") as raw:  # opened here because `np.load` leaves a damaged file open
+def _read(path: storage.AnyPath) -> TrainingState:
+    with contextlib.ExitStack() as stack:
+        local = stack.enter_context(atomic_files.fetched(path))
+        if not local.is_file():  # reading a pipe would wait for a writer
+            raise OSError("it is not a file")
+        raw = stack.enter_context(local.open("rb"))  # `np.load` leaves a damaged file open
         # Checksums come first, because NumPy trusts the size in a damaged array's header.
         if damaged := zipfile.ZipFile(raw).testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         raw.seek(0)
-        with np.load(raw, allow_pickle=False) as file:
-            header = json.loads(str(file["header"]))
-            arrays = {}
-            for name, dtype in header.pop("dtypes").items():
-                bits = file[name]
-                is_native = bits.dtype.name == dtype
-                arrays[name] = bits if is_native else bits.view(dtype).reshape(bits.shape)
-    return header, arrays
+        file = stack.enter_context(np.load(raw, allow_pickle=False))
+        header, arrays = json.loads(str(file["header"])), {}
+        for name, dtype in header["dtypes"].items():
+            bits = file[name]
+            is_native = bits.dtype.name == dtype
+            arrays[name] = bits if is_native else bits.view(dtype).reshape(bits.shape)
+    position = Position(header["epoch"], header["step"])
+    if position != _position(path):
+        raise ValueError(f"its name and its content differ in the position ({position})")
+    return TrainingState(position=position, arrays=arrays, notes=header["notes"])

@@ -60,13 +60,10 @@ def join_processes(
     checks.backend("`join_processes`", "jax")
     checks.address("coordinator", coordinator)
     config = ClusterConfig([coordinator], index=process_index, processes=process_count)
+    index, count = config.index, config.process_count
     heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
     start_timeout = checks.integer("start_timeout_seconds", start_timeout_seconds)
     versions.check_processes_are_supported()
-    _join(coordinator, config.process_count, config.index, heartbeat, start_timeout)
-
-
-def _join(coordinator: str, count: int, index: int, heartbeat: int, start_timeout: int) -> None:
     import jax
 
     if jax.distributed.is_initialized():

@@ -134,9 +134,6 @@ def exchange(
 
     Each connects to the first, at whose address nothing listens yet. It waits for all, and replies
     with the complete list. A process without an address gets a free port of its machine.
-
-    Raises:
-        ValueError: A process did not come in time, or the port of the first is in use.
     """
     deadline = time.monotonic() + seconds
     try:

@@ -53,11 +53,9 @@ def _last_state(text: bytes) -> bytes:
 
 
 class Printer:
-    """Writes lines of several processes to stdout and stderr.
+    """Writes lines of several processes, by their names, to stdout and stderr.
 
-    Args:
-        names: Names of the processes.
-        on_gone: Called in a thread if the reader of a pipe is gone, or the disk of a file is full.
+    `on_gone` is called in a thread if the reader of a pipe is gone, or the disk of a file is full.
     """
 
     def __init__(self, names: Iterable[str], *, on_gone: Callable[[OSError], None]) -> None:

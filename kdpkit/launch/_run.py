@@ -66,7 +66,6 @@ class _Process(child_processes.Child):
             self.send(number)
 
     def __str__(self) -> str:
-        """Describe how it failed."""
         number = self.exit_code - 128
         if number in set(signal.Signals):
             return f"{self.task.name} was ended by {signal.Signals(number).name}"
@@ -75,8 +74,6 @@ class _Process(child_processes.Child):
 
 @dataclasses.dataclass
 class Run:
-    """All attempts of one run."""
-
     make_tasks: Callable[[], tuple[Task, ...]]
     max_restarts: int
     grace_seconds: float

@@ -163,7 +163,6 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> t
 
 
 def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: str) -> Transform:
-    """Return the stage that makes global batches of examples."""
     checks.one_of("remainder", remainder, _REMAINDERS)
     size, _ = checks.global_batch(global_batch_size, replicas)
 

@@ -39,10 +39,8 @@ def rewriting() -> Callable[[F], F]:
 class EpochCounter:
     """The position of the next iterator, in a lookup table that the dataset's graph uses.
 
-    Unlike a `tf.Variable`, a table is the same object inside and outside a strategy's scope.
-
-    Args:
-        batches: Batches in a complete epoch; -1 for a dataset that never ends.
+    Unlike a `tf.Variable`, a table is the same object inside and outside a strategy's scope. A
+    dataset that never ends has -1 `batches` in an epoch.
     """
 
     def __init__(self, *, batches: int) -> None:
@@ -164,7 +162,6 @@ class TrainDataset(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The types of a batch."""
         return self._sized.element_spec
 
     def _inputs(self) -> list[tf.data.Dataset]:

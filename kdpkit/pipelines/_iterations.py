@@ -26,10 +26,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     """Return a dataset with the same epochs that can start at any batch of any of them.
 
     The first epoch is that of a new program, even if this dataset was iterated before. Stages with
-    `deterministic=False` are in order.
-
-    Raises:
-        ValueError: The order depends on more than the program, or the length is unknown.
+    `deterministic=False` are in order. It raises if the order depends on more than the program.
     """
     dataset = with_private_batches(dataset)
     batches = int(dataset.cardinality())

@@ -273,9 +273,7 @@ def makes_batches(stage: Stage) -> bool:
 def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
     """Raise where the elements of a source are certainly no single examples.
 
-    Args:
-        source: What a pipeline is made of.
-        prepared: Whether a function makes examples of its elements, such as of names of files.
+    They need not be if they are `prepared` by a function, which may get the names of files.
     """
     stage = maker(Stage(source))
     if makes_batches(stage):

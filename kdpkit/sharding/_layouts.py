@@ -42,13 +42,9 @@ class Layouts:
         self._has_warned = False
 
     def axis(self, layer: Any, name: str, shape: Sequence[int], parent: Any = None) -> int | None:
-        """Return the axis along which a variable is sharded; None if it is replicated.
+        """Return the axis along which a layer's variable is sharded; None if it is replicated.
 
-        Args:
-            layer: The layer that creates the variable; None outside of layers.
-            name: The name of the variable in the layer.
-            shape: The shape of the variable.
-            parent: The layer that contains the layer, if it is known.
+        Outside of layers there is none. The parent is the layer that contains it, if it is known.
         """
         shape = tuple(shape)
         is_vector = sum(size > 1 for size in shape) < 2

@@ -23,12 +23,7 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
     Logical CPU devices need two threads each, or XLA can hang. `kdpkit.testing.use_logical_cpus`
     and the recipes' `--replicas` set that; if you set XLA_FLAGS by hand, also set PJRT_NPROC.
 
-    Args:
-        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
-            all devices of all processes.
-
-    Raises:
-        ValueError: More devices than available, none, or one twice.
+    The `devices`, and when they raise, are as in `DataParallel`.
 
     >>> mesh = data_mesh(2)
     >>> mesh.axis_names, mesh.size
@@ -126,9 +121,6 @@ def as_mesh(strategy: Mesh | shards.Distribution | None) -> Mesh:
 
     None is the distribution that is set in Keras, or one device. Batches are shared along the axis
     `"batch"`, or along the first axis if none has this name.
-
-    Raises:
-        ValueError: It is something else, or shares batches along another axis.
 
     >>> as_mesh(None).size
     1

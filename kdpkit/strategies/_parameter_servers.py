@@ -57,11 +57,7 @@ def serve_if_server() -> None:
 
 
 def connect() -> tf.distribute.ParameterServerStrategy:
-    """Return the chief's `ParameterServerStrategy` once all workers and servers listen.
-
-    Raises:
-        ValueError: This process is not the chief, or a process of the cluster is missing.
-    """
+    """Return the chief's `ParameterServerStrategy` once all workers and servers listen."""
     config = cluster.ClusterConfig.from_environment()
     resolver = _resolver(config)
     if config.role != "chief":

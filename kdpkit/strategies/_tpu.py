@@ -41,7 +41,8 @@ def connect_tpu(
     return _initialised(name or os.environ.get("TPU_NAME") or "local")
 
 
-def _insist_that_it_can_be_reached(address: str) -> None:
+@functools.cache
+def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     if address == "local":
         if not machine.chips():
             checks.fail(machine.NO_TPU, name=address)
@@ -60,11 +61,6 @@ def _insist_that_it_can_be_reached(address: str) -> None:
                 name=address,
                 remedy="Check that the TPU runs, and its address.",
             )
-
-
-@functools.cache
-def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    _insist_that_it_can_be_reached(address)
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
         tf.config.experimental_connect_to_cluster(resolver)

@@ -29,17 +29,14 @@ def read_shards(
         most: A shard that gives more examples than that is read no further; 0 reads all.
     """
     shards = read if isinstance(read, list | tuple) else [read]
-    if shards is read and any(map(_is_batch, shards)):
+    kinds = Mapping | tuple | str | bytes | int | float  # of batches, and so are arrays
+    if shards is read and any(isinstance(x, kinds) or hasattr(x, "shape") for x in shards):
         checks.fail(
             "A list or a tuple has a dataset for each shard, and this one has batches.",
             read=read,
             remedy="Pass `iter(batches)` where they are the batches of one dataset.",
         )
     return [[*_batches(shard, key, like, most)] for shard in shards]
-
-
-def _is_batch(entry: Any) -> bool:
-    return hasattr(entry, "shape") or isinstance(entry, Mapping | tuple | str | bytes | int | float)
 
 
 def _batches(

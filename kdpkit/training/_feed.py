@@ -44,11 +44,8 @@ class Feed:
     ) -> Any:
         """Run the steps of an epoch, many in a call; return the result of the last call.
 
-        Args:
-            run: Runs up to so many steps on an iterator; returns how many, and their result.
-            steps_per_call: The most steps in a call.
-            callbacks: The callbacks to call before and after each call of `run`.
-            mode: "train", "test" or "predict", of the callbacks' methods.
+        `run` runs up to so many steps on an iterator, and returns how many, and their result. The
+        callbacks' methods for the mode, "train", "test" or "predict", are called around it.
         """
         begin, end = (getattr(callbacks, f"on_{mode}_batch_{when}") for when in ("begin", "end"))
         stop = {"train": "stop_training", "test": "stop_evaluating"}.get(mode, "stop_predicting")

@@ -142,10 +142,7 @@ class Objective:
     def sums(self, terms: list[Term], added: list[Tensor], counts: tuple[Any, Any]) -> Sums:
         """Divide the losses of some examples by the divisors of the global batch.
 
-        Args:
-            terms: The losses of the examples.
-            added: The losses that layers added.
-            counts: The numbers of these examples, and of those in the global batch.
+        `added` are the losses of layers; the counts are of these examples, and of all.
         """
         divide, (_, num_global_examples) = ops.divide_no_nan, counts
         losses, real = {}, {}
@@ -218,8 +215,7 @@ def trace_metrics(
 ) -> list[str]:
     """Make the variables of a loop's metrics; return the names of outputs, if several have losses.
 
-    Raises:
-        ValueError: The losses lie along another axis than the examples.
+    It raises if the losses lie along another axis than the examples.
     """
     names: list[str] = []
 

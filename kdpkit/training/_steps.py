@@ -72,9 +72,7 @@ class Steps(Protocol):
     def _log_losses(self, sums: Sums, as_mean: Callable[[Any], tuple[Any, Any]]) -> list[Any]:
         """Update the metrics of the losses; return a factor for the gradients of each real one.
 
-        Args:
-            sums: The sums over all examples of the global batch.
-            as_mean: Returns a loss as the value and weight to update a `Mean` with.
+        `as_mean` returns a loss as the value and weight to update a `Mean` with.
         """
         factors = {name: ops.divide_no_nan(1.0, real) for name, real in sums.real.items()}
         total = sums.additional

@@ -23,6 +23,10 @@ UNEVEN = testing.toy_classification(23)  # five batches of five, the last one sm
 PROGRAMS, LEARNING = {}, {}  # the latter: callbacks with state, which a program has in a directory
 
 
+class CrashError(Exception):
+    """An error in a step."""
+
+
 def program(backend=None, *, learning=lambda _: []):
     """Note a program, of one backend or both."""
 

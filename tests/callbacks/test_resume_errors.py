@@ -9,22 +9,13 @@ from keras import layers
 from kdpkit import testing
 from kdpkit.callbacks import Resume
 from kdpkit.training import TrainingLoop
-from tests.callbacks.resume_programs import (
-    ARRAYS,
-    STEPS,
-    Shuffled,
-    batches,
-    compiled,
-    fit,
-)
+from tests.callbacks.resume_programs import ARRAYS, STEPS, Shuffled, batches, compiled, fit
 from tests.callbacks.test_resume import Stop
 
 
 def stopped(resume, model, train, step, *others):
-    stop = Stop("request", step)
-    stop.resume = resume
     with pytest.raises(SystemExit):
-        fit(model, train, *others, stop, resume)
+        fit(model, train, *others, Stop("request", step, resume=resume), resume)
 
 
 DATED = keras.callbacks.LambdaCallback(

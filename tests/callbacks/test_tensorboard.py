@@ -120,8 +120,7 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote):
 def test_the_usual_set_writes_what_it_measures_and_leaves_training_as_it_is(tmp_path):
     usual = training_callbacks(tmp_path, global_batch_size=2, tokens_per_example=3)
     assert [type(each) for each in usual] == [PrintLR, Throughput, DeviceMonitor, TensorBoard]
-    for ours, plain in zip(fit(usual).get_weights(), fit([]).get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, plain)
+    np.testing.assert_equal(fit(usual).get_weights(), fit([]).get_weights())
     written = scalars(tmp_path / "train")
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
     assert speeds | {"device/cpu_utilization", "device/memory_gib"} <= written.keys()

@@ -72,16 +72,12 @@ FAULTS = {
     "small-shuffle": [
         lambda: numbers().filter(lambda n: n > 3).shuffle(16).map(noisy, AUTOTUNE).batch(64),
     ],
-    "split-after-shuffle": [
-        lambda: numbers().shuffle(200, seed=1).skip(80).batch(20),
-    ],
+    "split-after-shuffle": [lambda: numbers().shuffle(200, seed=1).skip(80).batch(20)],
     "repeat": [lambda: numbers().batch(20).repeat(3)],
     "runs-out": [lambda: numbers().batch(20)],
     "short-batch": [lambda: numbers(201).batch(20)],
     "overwritten-arrays": [lambda: generator().map(by_python)],
-    "repeat-before-cache": [
-        lambda: numbers().repeat().cache().batch(20),
-    ],
+    "repeat-before-cache": [lambda: numbers().repeat().cache().batch(20)],
     "python": [
         lambda: numbers(2).flat_map(lambda _: numbers().map(by_python)).prefetch(2),
         lambda: generator().batch(20).prefetch(2),

@@ -647,10 +647,7 @@ INVALID = [
         {"loop": ByColumn},
         r"a loss for each example.*Received: losses_shape=\(3,\), num_examples=13",
     ),
-    (
-        {"loop": WithoutPredictions},
-        r"must return `\(losses, predictions\)`.*Received: returned='",
-    ),
+    ({"loop": WithoutPredictions}, r"must return `\(losses, predictions\)`.*Received: returned='"),
     ({"data": batches().unbatch()}, "`train` gives single examples.*batch"),
     ({"data": batches().take(0)}, "`train` gave no batch"),
     ({"data": batches().repeat()}, "`train` never ends.*`steps_per_epoch`"),
@@ -717,8 +714,7 @@ def test_what_changed_since_the_first_fit_raises():
     loop.model.compile(optimizer="sgd", loss=cross_entropy())
     with pytest.raises(ValueError, match=r"compiled again.*Make a new loop"):
         loop.fit(batches(), epochs=1, verbose=0)
-    for before, after in zip(weights, loop.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(before, after)
+    np.testing.assert_equal(weights, loop.model.get_weights())
 
 
 @pytest.mark.tensorflow

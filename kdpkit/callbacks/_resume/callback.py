@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kdpkit import checkpoints
-from kdpkit._internal import checks, processes
+from kdpkit._internal import checks, optimizers, processes
 from kdpkit.callbacks._resume import callback_state, data, model_state, stopping
 from kdpkit.checkpoints import Position
 
@@ -176,7 +176,14 @@ class Resume(keras.callbacks.Callback):
         self._ignored_warnings.close()  # An earlier training may have failed.
         if self._data is None:
             checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
-        self._check_steps()
+        steps, length = self.params.get("steps"), self._data.batches_per_epoch
+        if (steps is None) if length is None else (steps not in (None, length)):
+            checks.fail(
+                "`Resume` counts complete epochs: pass `steps_per_epoch` to `fit` if the dataset "
+                "never ends or does not know its length, and only then.",
+                steps_per_epoch=steps,
+                batches_in_the_dataset=length,
+            )
         if processes.index() == 0:
             self._checkpoints.acquire()
         state = self._checkpoints.latest()
@@ -193,16 +200,6 @@ class Resume(keras.callbacks.Callback):
             self._epochs_ahead = None
             self._data.start()
         self._stop.begin()
-
-    def _check_steps(self) -> None:
-        steps, length = self.params.get("steps"), self._data.batches_per_epoch
-        if (steps is None) if length is None else (steps not in (None, length)):
-            checks.fail(
-                "`Resume` counts complete epochs: pass `steps_per_epoch` to `fit` if the dataset "
-                "never ends or does not know its length, and only then.",
-                steps_per_epoch=steps,
-                batches_in_the_dataset=length,
-            )
 
     def _begin_after(self, state: checkpoints.TrainingState) -> None:
         position, epochs = state.position, self.params["epochs"]
@@ -254,9 +251,8 @@ class Resume(keras.callbacks.Callback):
 
     def _settings(self) -> dict[str, Any]:
         """Return what must stay the same to continue a run."""
-        optimizers = model_state.optimizers(self.model)
         return {
-            "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+            "optimizers": [type(found).__name__ for found in optimizers.all_of(self.model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._steps_per_epoch,
             "global_batch_size": self._data.global_batch_size,
@@ -341,7 +337,7 @@ class Resume(keras.callbacks.Callback):
         if self._restored_state:  # Only now, because torch's `DataLoader` draws before.
             model_state.restore_torch_random_state(self._restored_state.arrays)
             self._restored_state = None
-        if batch and not self._data.was_read():
+        if batch and not self._data.was_read:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         if self._data.batches_per_epoch is not None:
             # An epoch of data that never end is not saved inside: Keras cannot train its rest.
@@ -372,7 +368,6 @@ class Resume(keras.callbacks.Callback):
             self._save(self._position)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save the end of an epoch."""
         self._ignored_warnings.close()
         model_state.restore_torch_random_state(self._torch_random_state)
         stops = self._stop.is_due(self._strategy, at_once=True)

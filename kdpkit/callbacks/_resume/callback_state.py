@@ -17,11 +17,7 @@ _STATE_ATTRIBUTES = {
 
 
 def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return a callback's state.
-
-    Raises:
-        ValueError: Its kind is unknown, and it has no `get_state` and `set_state`.
-    """
+    """Return a callback's state; raise for an unknown kind without `get_state` and `set_state`."""
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
         return plain(callback.get_state()), []
     for kind, names in _STATE_ATTRIBUTES.items():
@@ -55,11 +51,7 @@ def was_reset(callback: keras.callbacks.Callback, values: dict[str, Any]) -> boo
 
 
 def plain(structure: Any) -> Any:
-    """Convert the numbers and arrays in a structure to Python values, which JSON can hold.
-
-    Raises:
-        ValueError: A value is neither a number, nor text, nor an array of numbers.
-    """
+    """Convert numbers, texts and arrays in a structure to Python values, which JSON can hold."""
     return keras.tree.map_structure(_plain_value, structure)
 
 

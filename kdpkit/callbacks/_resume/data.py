@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def tracked(dataset: Any) -> "TrackedPipeline | TrackedBatches":
-    """Return data that can start at any batch.
-
-    Raises:
-        ValueError: This kind of dataset is not supported, or its order is not reproducible.
-    """
+    """Return data that can start at any batch; raise if their order is not reproducible."""
     kind = type(dataset).__name__
     if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
         checks.fail("This dataset is tracked already; pass the dataset itself.", dataset=kind)
@@ -64,8 +60,9 @@ class TrackedPipeline:
         self.batches_per_epoch = self._counter.batches if self._counter.batches >= 0 else None
         self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
 
+    @property
     def was_read(self) -> bool:
-        """Return whether a batch was read since the last `move_to`."""
+        """Whether a batch was read since the last `move_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
@@ -104,7 +101,7 @@ class TrackedBatches(keras.utils.PyDataset):
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # None before training begins
         self._next_index = 0
-        self._was_read = False
+        self.was_read = False
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
         self.seed = getattr(dataset, "seed", None)
 
@@ -128,7 +125,7 @@ class TrackedBatches(keras.utils.PyDataset):
                 remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
             )
         self._next_index = index + 1
-        self._was_read = True
+        self.was_read = True
         return self._batches[index + self._skipped]
 
     def __getattr__(self, name: str) -> Any:
@@ -137,14 +134,11 @@ class TrackedBatches(keras.utils.PyDataset):
             raise AttributeError(name)
         return getattr(self._batches, name)
 
-    def was_read(self) -> bool:
-        return self._was_read
-
     def first_batch(self) -> Any:
         return self._batches[0]
 
     def start(self) -> None:
-        self._was_read = False
+        self.was_read = False
         self.begin_epoch(self.first_epoch)
 
     def move_to(self, position: Position) -> None:
@@ -160,7 +154,7 @@ class TrackedBatches(keras.utils.PyDataset):
                 dataset=type(self._batches).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
-        self._skipped, self._was_read = position.step, False
+        self._skipped, self.was_read = position.step, False
         self.begin_epoch(position.epoch)
 
     def begin_epoch(self, epoch: int) -> None:

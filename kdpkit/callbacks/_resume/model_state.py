@@ -1,14 +1,14 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from kdpkit import checkpoints
-from kdpkit._internal import versions
+from kdpkit._internal import optimizers, versions
 
 
 class ModelState:
@@ -39,7 +39,7 @@ class ModelState:
         groups = self._groups()
         groups["optimizer"] = [
             variable
-            for optimizer in optimizers(self._model)
+            for optimizer in optimizers.all_of(self._model)
             if optimizer.built
             for variable in optimizer.variables
         ]
@@ -56,7 +56,7 @@ class ModelState:
         indices = {id(variable): index for index, variable in enumerate(self._model.variables)}
         return [
             [indices.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
-            for optimizer in optimizers(self._model)
+            for optimizer in optimizers.all_of(self._model)
         ]
 
     def build(self, state: checkpoints.TrainingState, first_batch: Callable[[], Any]) -> None:
@@ -88,14 +88,12 @@ class ModelState:
         """Assign the values of a state, whose variables `build` has created.
 
         At the end of an epoch metrics are left out, because the next epoch resets them.
-
-        Raises:
-            ValueError: The state is of another model.
         """
         groups, variables = self._groups(), self._model.variables
         scope = getattr(strategy_of(self._model), "scope", contextlib.nullcontext)
         groups["optimizer"] = []
-        for optimizer, indices in zip(optimizers(self._model), state.notes["trained"], strict=True):
+        found = optimizers.all_of(self._model)
+        for optimizer, indices in zip(found, state.notes["trained"], strict=True):
             are_of_model = indices and 0 <= min(indices) <= max(indices) < len(variables)
             if are_of_model and not optimizer.built:
                 with scope():
@@ -107,24 +105,6 @@ class ModelState:
             del groups["seeds"]
         checkpoints.assign(groups, state.arrays)
         restore_torch_random_state(state.arrays)
-
-
-def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers in attributes of a model and its layers, each once."""
-    attributes = [[*vars(layer).values()] for layer in model._flatten_layers()]
-    found = (part for part in _flatten(attributes) if isinstance(part, keras.optimizers.Optimizer))
-    return [*{id(optimizer): optimizer for optimizer in found}.values()]
-
-
-def _flatten(value: Any) -> Iterator[Any]:
-    """Return what is in nested lists, tuples and dicts; `keras.tree` may fail to sort keys."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _flatten(part)
-    else:
-        yield value
 
 
 def strategy_of(model: keras.Model) -> Any:

@@ -34,9 +34,6 @@ class AgreedStop:
     On JAX the coordination service decides for several processes. On TensorFlow they exchange what
     they got before the same steps. That is a small sum over the network, so they do it about once
     per second of the first process' clock, and at the end of an epoch.
-
-    Attributes:
-        signal: The signal for which all processes stop, once they have agreed.
     """
 
     _handlers_before_ignoring: ClassVar[list[Handler]] = []  # the program's, of SIGTERM
@@ -47,7 +44,7 @@ class AgreedStop:
         self._reset()
 
     def _reset(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # for which all processes have agreed to stop
         self._received: signal.Signals | None = None
         self._is_requested = False
         self._calls = 0
@@ -83,7 +80,6 @@ class AgreedStop:
                 signal.signal(number, self._handle)
 
     def request(self) -> None:
-        """Do as if SIGTERM had arrived."""
         if self._received is None:
             self._received, self._is_requested = signal.SIGTERM, True
         if processes.count() > 1 and keras.backend.backend() == "jax":
@@ -98,9 +94,7 @@ class AgreedStop:
     def is_due(self, strategy: "tf.distribute.Strategy | None", *, at_once: bool = False) -> bool:
         """Return whether to stop; every process must call this at the same points.
 
-        Args:
-            strategy: On TensorFlow, the strategy that spans the processes.
-            at_once: Whether to exchange signals now in any case.
+        On TensorFlow the strategy spans the processes. `at_once` exchanges signals in any case.
         """
         if self.signal is None:
             self._calls += 1
@@ -126,11 +120,7 @@ class AgreedStop:
         return received[0] if received else None
 
     def leave(self, outcome: str) -> NoReturn:
-        """End the program: with exit code 42, or after Ctrl-C by a `KeyboardInterrupt`.
-
-        Args:
-            outcome: A sentence about the state on disk.
-        """
+        """End the program: with exit code 42, or after Ctrl-C by a `KeyboardInterrupt`."""
         is_ctrl_c, is_requested = self.signal == signal.SIGINT, self._is_requested
         cause = "Ctrl-C" if is_ctrl_c else "request_stop()" if is_requested else "SIGTERM"
         message = f"Training was stopped by {cause}. {outcome}"

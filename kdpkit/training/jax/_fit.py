@@ -5,7 +5,6 @@ predicts, the model has no weights: after an error or Ctrl-C they are lost.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +37,10 @@ def attach(
     distribution = keras.distribution.distribution()
     if distribution is not None:
         mesh = as_mesh(distribution)
-        _place_uneven_batches()
-        _place_batches_without_weights()
+        names = ("per_process_batch", "layout", "batch_dim_name")
+        shards.wrap_once(distribution_lib, "distribute_data_input", _placing_uneven, *names)
+        if versions.KERAS < (3, 15):
+            shards.wrap_once(trainer, "_distribute_data", _placing_without_weights)
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -124,20 +125,13 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
     return gathered
 
 
-def _place_uneven_batches() -> None:
+def _placing_uneven(original: Callable) -> Callable:
     """Have Keras put a batch that the devices cannot divide on each of them."""
-    # keras-team/keras#21167
-    original = distribution_lib.distribute_data_input
-    if hasattr(original, "kdpkit_wrapper"):
-        return
-    known = ["per_process_batch", "layout", "batch_dim_name"]
-    if [*inspect.signature(original).parameters] != known:
-        versions.reject_unknown("distribute_data_input")
 
-    @functools.wraps(original)
-    def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
+    # keras-team/keras#21167
+    def place(per_process_batch: Any, layout: Any, batch_dim_name: str, **settings: Any) -> Any:
         if layout is None or jax.process_count() > 1:
-            return original(per_process_batch, layout, batch_dim_name)
+            return original(per_process_batch, layout, batch_dim_name, **settings)
         placement = getattr(layout, "backend_layout", layout)
         mesh = placement.mesh
         # Where Keras 3.16 stacks the batches of several steps, examples are the second axis.
@@ -147,26 +141,20 @@ def _place_uneven_batches() -> None:
         # A sparse array is a list of values, which cannot be divided along the examples.
         if is_uneven or isinstance(per_process_batch, JAXSparse):
             return jax.device_put(per_process_batch, replicated(mesh))
-        return original(per_process_batch, layout, batch_dim_name)
+        return original(per_process_batch, layout, batch_dim_name, **settings)
 
-    distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    distribution_lib.distribute_data_input = distribute_data_input
+    return place
 
 
-def _place_batches_without_weights() -> None:
+def _placing_without_weights(original: Callable) -> Callable:
     """Have Keras before 3.15 place batches of `train_on_batch` without `sample_weight`."""
-    original = trainer._distribute_data
-    if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
-        return
 
-    @functools.wraps(original)
-    def distribute_data(data: Any, layouts: Any = None) -> Any:
+    def place(data: Any, layouts: Any = None) -> Any:
         while layouts is None and isinstance(data, tuple) and data[-1] is None:
             data = data[:-1]
         return original(data, layouts)
 
-    distribute_data.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    trainer._distribute_data = distribute_data
+    return place
 
 
 def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:

@@ -5,8 +5,6 @@ of the padding to a row of an embedding's table.
 """
 
 import contextlib
-import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from keras.src.backend.jax import numpy as keras_numpy
 
-from kdpkit._internal import versions
-from kdpkit._internal.shards import batch_shards
+from kdpkit._internal.shards import batch_shards, wrap_once
 
 _current = threading.local()
 
@@ -28,7 +25,7 @@ def without_padding(mesh: Mesh) -> Iterator[None]:
     # docs/upstream/xla_adds_up_padding.md
     is_needed = 1 < batch_shards(mesh) < mesh.size
     if is_needed:
-        _install()
+        wrap_once(keras_numpy, "take", _ignoring_padding, "x", "indices", "axis")
     before, _current.count = getattr(_current, "count", 1), batch_shards(mesh) if is_needed else 1
     try:
         yield
@@ -36,24 +33,12 @@ def without_padding(mesh: Mesh) -> Iterator[None]:
         _current.count = before
 
 
-def _install() -> None:
-    """Wrap Keras' `take`, which its embeddings use, once."""
-    original = keras_numpy.take
-    if hasattr(original, "kdpkit_wrapper"):
-        return
-    if [*inspect.signature(original).parameters] != ["x", "indices", "axis"]:
-        versions.reject_unknown("keras.ops.take", jax=jax.__version__)
-    keras_numpy.take = _ignoring_padding(original)
-
-
-def _ignoring_padding(take: Callable) -> Callable:
-    @functools.wraps(take)
-    def wrapped(x: Any, indices: Any, axis: int | None = None) -> Any:
-        taken = take(x, indices, axis)
+def _ignoring_padding(take: Callable) -> Callable:  # Keras' embeddings use it.
+    def wrapped(x: Any, indices: Any, axis: int | None = None, **settings: Any) -> Any:
+        taken = take(x, indices, axis, **settings)
         is_uneven = bool(taken.ndim) and taken.shape[0] % getattr(_current, "count", 1)
         return _with_masked_gradient(taken) if is_uneven and axis == 0 else taken
 
-    wrapped.kdpkit_wrapper = True  # type: ignore[attr-defined]
     return wrapped
 
 

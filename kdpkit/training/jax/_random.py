@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from keras.src.backend.jax import random as keras_random
 
-from kdpkit._internal import versions
+from kdpkit._internal.shards import wrap_once
 
 _SHAPE_FIRST = ("normal", "uniform", "truncated_normal", "randint")
 
@@ -38,7 +38,6 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """The number of examples in the micro-batch."""
         if isinstance(self.index, int):
             return len(range(self.index, self.num_examples, self.count))
         return self.num_examples // self.count
@@ -60,7 +59,9 @@ _current = threading.local()
 @contextlib.contextmanager
 def by_position(micro_batch: MicroBatch) -> Iterator[None]:
     """Have random functions in this thread return a micro-batch's part of the numbers."""
-    _install()
+    for name in (*_SHAPE_FIRST, "dropout"):
+        draw = _dropout if name == "dropout" else _random_numbers
+        wrap_once(keras_random, name, functools.partial(_wrapped, draw))
     _current.micro_batch = micro_batch
     try:
         yield
@@ -68,28 +69,15 @@ def by_position(micro_batch: MicroBatch) -> Iterator[None]:
         _current.micro_batch = None
 
 
-def _install() -> None:
-    """Wrap Keras' random functions, once."""
-    for name in (*_SHAPE_FIRST, "dropout"):
-        original = getattr(keras_random, name, None)
-        if original is None:
-            versions.reject_unknown(f"keras.random.{name}", jax=jax.__version__)
-        if not hasattr(original, "kdpkit_wrapper"):
-            wrapper = _dropout if name == "dropout" else _random_numbers
-            setattr(keras_random, name, _wrapped(original, wrapper))
-
-
-def _wrapped(original: Any, wrapper: Callable) -> Callable:
+def _wrapped(draw: Callable, original: Callable) -> Callable:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         micro_batch = getattr(_current, "micro_batch", None)
         if micro_batch is None:
             return original(*args, **kwargs)
-        return wrapper(original, micro_batch, **signature.bind(*args, **kwargs).arguments)
+        return draw(original, micro_batch, **signature.bind(*args, **kwargs).arguments)
 
-    wrapped.kdpkit_wrapper = wrapper  # type: ignore[attr-defined]  # marks it as wrapped
     return wrapped
 
 

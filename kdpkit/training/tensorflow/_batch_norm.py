@@ -18,7 +18,6 @@ GLOBAL, REPLICA = "global", "replica"
 
 
 def warn_of_local_statistics(model: keras.Model, replicas: int) -> None:
-    """Warn of layers that normalize by a replica's examples only."""
     names = [
         layer.name
         for layer in model._flatten_layers()

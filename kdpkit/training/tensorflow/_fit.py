@@ -10,14 +10,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit._internal import checks, held_variables, processes
+from kdpkit._internal import checks, held_variables, optimizers, processes
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
     _global_batches,
     _keras_internals,
-    _layer_calls,
     _library_layers,
     _losses_and_metrics,
     _optimizers,
@@ -144,7 +143,7 @@ class _ExactSteps:
         devices.
         """
         model = self.model
-        for optimizer in _optimizers.optimizers_of(model):
+        for optimizer in optimizers.all_of(model):
             _optimizers.move_into_scope(optimizer, self.strategy)
         tracker = model._loss_tracker
         if tracker is not None and not _checks.is_in_scope(tracker.variables, self.strategy):
@@ -197,7 +196,6 @@ class _ExactSteps:
             with (
                 _keras_internals.once_for_all_replicas(self.strategy),
                 _global_batches.explaining_differences(),
-                _layer_calls.explaining_other_lengths(),
             ):
                 return compiled(batches)
 
@@ -260,8 +258,6 @@ def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strateg
 
 
 def _spec_of(batch: Any) -> Any:
-    """Return what specifies a batch of arrays and tensors."""
-
     def spec(leaf: Any) -> Any:
         if leaf is None:
             return None

@@ -33,16 +33,23 @@ _ENDED = (
     "the others."
 )
 _DIFFERENT = "All processes must read the same batches, but they have read different ones."
+OTHER_LENGTHS = (
+    "A layer or a loss is called on tensors with different numbers of examples, and each device "
+    "would get its part of each."
+)
+_REMEDIES = {
+    _ENDED: _SAME,
+    _DIFFERENT: _SAME,
+    OTHER_LENGTHS: "Pass the layer to `replica_exact(model, undivided=[layer])`.",
+}
 _reported: set[str] = set()
 
 
 class FingerprintedBatch(NamedTuple):
     """A global batch that one of several processes has read, before it is compared.
 
-    Args:
-        batch: The examples.
-        fingerprint: `[[1, hash]]` with a hash of the batch. It has no row if the data have ended in
-            this process and not in all: TensorFlow then passes empty tensors.
+    The fingerprint is `[[1, hash]]` with a hash of the batch. It has no row if the data have ended
+    in this process and not in all: TensorFlow then passes empty tensors.
     """
 
     batch: Any
@@ -59,9 +66,7 @@ def global_batches(
 ) -> Any:
     """Return an iterable over the global batches of a dataset, all of them in each process.
 
-    Raises:
-        ValueError: In all processes, if they differ in the number of batches or in the batches'
-            types and shapes, or if the dataset's auto-shard policy is OFF, HINT or FILE.
+    It raises in all if they differ in the number of batches, or in their types and shapes.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
@@ -82,10 +87,10 @@ def global_batches(
     for property_name, number in numbers.items():
         subject = f"{property_name} of the batches of {name}"
         processes.require_equal(subject, [number], remedy=_SAME, strategy=strategy)
-    _report_once(
-        f"Each of the {processes.count()} processes reads all of the data, and takes its part of "
-        "every batch."
-    )
+    line = f"kdpkit: Each of the {processes.count()} processes reads all of the data, and takes "
+    if line not in _reported and processes.index() == 0:
+        sys.stderr.write(f"{line}its part of every batch.\n")
+    _reported.add(line)
     # tf.data passes the tensors of a tuple, such as `(x, y)`, as separate arguments.
     join, num_devices = joining(dataset.element_spec), len(strategy.extended.worker_devices)
 
@@ -99,12 +104,6 @@ def global_batches(
     batches = dataset.flat_map(tf.autograph.experimental.do_not_convert(batch_for_each_device))
     # Unlike `experimental_distribute_dataset` it shards nothing: each process gets its dataset.
     return strategy.distribute_datasets_from_function(lambda _: batches)
-
-
-def _report_once(line: str) -> None:
-    if line not in _reported and processes.index() == 0:
-        sys.stderr.write(f"kdpkit: {line}\n")
-    _reported.add(line)
 
 
 def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
@@ -176,11 +175,11 @@ def checked_batch(mesh: Any, data: Any) -> Any:
 
 @contextlib.contextmanager
 def explaining_differences() -> Iterator[None]:
-    """Raise an `InputError` with the fix, in all processes, where `checked_batch` fails."""
+    """Raise an `InputError` with the fix where one of a step's assertions fails."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for problem in (_ENDED, _DIFFERENT):
+        for problem, remedy in _REMEDIES.items():
             if problem in str(error):
-                checks.fail(problem, remedy=_SAME)
+                checks.fail(problem, remedy=remedy)
         raise

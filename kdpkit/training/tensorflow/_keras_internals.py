@@ -135,14 +135,15 @@ ATTACHED_TENSORS = ((get_keras_mask, set_keras_mask), (get_logits, _set_logits))
 
 
 @contextlib.contextmanager
-def outside_of_stateless_scopes() -> Iterator[None]:
-    """Leave the stateless scopes of Keras, in which no variable can be made."""
-    scope = global_state.get_global_attribute("stateless_scope")
-    global_state.set_global_attribute("stateless_scope", None)
+def with_thread_state(**state: Any) -> Iterator[None]:
+    """Replace some of what Keras stores for this thread for a while."""
+    thread = vars(global_state.GLOBAL_STATE_TRACKER)
+    former = {name: thread.get(name) for name in state}
+    thread.update(state)
     try:
         yield
     finally:
-        global_state.set_global_attribute("stateless_scope", scope)
+        thread.update(former)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -289,18 +290,7 @@ def current_layer_calls() -> Callable[[], contextlib.AbstractContextManager[None
     state = {name: global_state.get_global_attribute(name) for name in STATE_OF_LAYER_CALLS[:2]}
     if state["current_call_ctx"] is None:
         versions.reject_unknown("current_call_ctx")
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        thread = vars(global_state.GLOBAL_STATE_TRACKER)
-        former = {name: thread.get(name) for name in state}
-        thread.update(state)
-        try:
-            yield
-        finally:
-            thread.update(former)
-
-    return entered
+    return functools.partial(with_thread_state, **state)
 
 
 def move_global_seeds(strategy: tf.distribute.Strategy) -> None:

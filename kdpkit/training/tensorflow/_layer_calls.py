@@ -21,6 +21,7 @@ from kdpkit._internal import checks, versions
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _batch_norm, _tensor_parts, _xla
 from kdpkit.training.tensorflow._collectives import with_summed_gradient
+from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
 from kdpkit.training.tensorflow._keras_internals import ATTACHED_TENSORS, build_layer
 from kdpkit.training.tensorflow._library_layers import has_too_few_axes, is_written_by_libraries
 from kdpkit.training.tensorflow._policy import is_batch_norm
@@ -116,7 +117,7 @@ class Arguments:
         totals = {parts.split.length_id: parts.split.total for parts in all_parts if parts}
         totals.pop(self.split.length_id, None)
         self._assertions = [
-            tf.debugging.Assert(total == self.split.total, [_OTHER_LENGTHS])
+            tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
             for total in totals.values()
         ]
         step.assertions += self._assertions
@@ -162,23 +163,6 @@ class Arguments:
         for tensor, parts in self._masked:
             if get_keras_mask(parts[0]) is None:
                 set_keras_mask(tensor, None)
-
-
-_OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
-
-
-@contextlib.contextmanager
-def explaining_other_lengths() -> Iterator[None]:
-    """Raise an `InputError` where a divided layer is called on tensors of different lengths."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if _OTHER_LENGTHS not in str(error):
-            raise
-        checks.fail(
-            f"{_OTHER_LENGTHS}, and each device would get its part of each.",
-            remedy="Pass the layer to `replica_exact(model, undivided=[layer])`.",
-        )
 
 
 def _may_have_examples(leaf: Any) -> bool:

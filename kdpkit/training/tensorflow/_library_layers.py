@@ -1,6 +1,5 @@
 """What libraries wrote, and which of it computes each example by itself."""
 
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -16,35 +15,30 @@ _LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit", "builtins")
 # Keras' layers that compute each example by itself, unless the functions below find otherwise:
 # those of Keras 3.15, as `tests/training/test_library_layers.py` tries them, and some that are not
 # exported. Layers of a later version are tried when they are called.
-_TRIED_OF_KERAS = frozenset(
-    re.findall(
-        r"\w+",
-        """
-    Activation ActivityRegularization AdaptiveAveragePooling1D AdaptiveAveragePooling2D
-    AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D Add
-    AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling1D
-    AveragePooling2D AveragePooling3D BatchNormalization Bidirectional CategoryEncoding
-    CenterCrop Concatenate ContrastLimitedAdaptiveHistogramEqualization Conv1D Conv1DTranspose
-    Conv2D Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D ConvLSTMCell
-    Cropping1D Cropping2D Cropping3D CustomScaleLayer Dense DepthwiseConv1D DepthwiseConv2D
-    Discretization Dot Dropout ELU EinsumDense Embedding Flatten GRU GRUCell GaussianDropout
-    GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D
-    GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D GroupNormalization
-    GroupedQueryAttention HashedCrossing Hashing Identity InputLayer IntegerLookup LSTM LSTMCell
-    LayerNormalization LayerScale LeakyReLU Masking MaxNumBoundingBoxes MaxPooling1D
-    MaxPooling2D MaxPooling3D Maximum Minimum MultiHeadAttention Multiply Normalization PReLU
-    Permute Pipeline RMSNormalization RNN RandomBrightness RandomColorDegeneration
-    RandomColorJitter RandomContrast RandomCrop RandomErasing RandomFlip RandomGaussianBlur
-    RandomGrayscale RandomHue RandomInvert RandomPerspective RandomPosterization RandomRotation
-    RandomSaturation RandomSharpness RandomShear RandomTranslation RandomZoom ReLU RepeatVector
-    Rescaling Reshape Resizing ReversibleEmbedding STFTSpectrogram SeparableConv1D
-    SeparableConv2D SimpleRNN SimpleRNNCell Softmax Solarization SpatialDropout1D
-    SpatialDropout2D SpatialDropout3D SpectralNormalization StackedRNNCells StochasticDepth
-    StringLookup Subtract TextVectorization TimeDistributed UnitNormalization UpSampling1D
-    UpSampling2D UpSampling3D ZeroPadding1D ZeroPadding2D ZeroPadding3D
-    """,
-    )
-)
+_NAMES = """
+Activation ActivityRegularization AdaptiveAveragePooling1D AdaptiveAveragePooling2D
+AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D Add
+AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling1D AveragePooling2D
+AveragePooling3D BatchNormalization Bidirectional CategoryEncoding CenterCrop Concatenate
+ContrastLimitedAdaptiveHistogramEqualization Conv1D Conv1DTranspose Conv2D Conv2DTranspose Conv3D
+Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D ConvLSTMCell Cropping1D Cropping2D Cropping3D
+CustomScaleLayer Dense DepthwiseConv1D DepthwiseConv2D Discretization Dot Dropout ELU EinsumDense
+Embedding Flatten GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling1D
+GlobalAveragePooling2D GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D
+GlobalMaxPooling3D GroupNormalization GroupedQueryAttention HashedCrossing Hashing Identity
+InputLayer IntegerLookup LSTM LSTMCell LayerNormalization LayerScale LeakyReLU Masking
+MaxNumBoundingBoxes MaxPooling1D MaxPooling2D MaxPooling3D Maximum Minimum MultiHeadAttention
+Multiply Normalization PReLU Permute Pipeline RMSNormalization RNN RandomBrightness
+RandomColorDegeneration RandomColorJitter RandomContrast RandomCrop RandomErasing RandomFlip
+RandomGaussianBlur RandomGrayscale RandomHue RandomInvert RandomPerspective RandomPosterization
+RandomRotation RandomSaturation RandomSharpness RandomShear RandomTranslation RandomZoom ReLU
+RepeatVector Rescaling Reshape Resizing ReversibleEmbedding STFTSpectrogram SeparableConv1D
+SeparableConv2D SimpleRNN SimpleRNNCell Softmax Solarization SpatialDropout1D SpatialDropout2D
+SpatialDropout3D SpectralNormalization StackedRNNCells StochasticDepth StringLookup Subtract
+TextVectorization TimeDistributed UnitNormalization UpSampling1D UpSampling2D UpSampling3D
+ZeroPadding1D ZeroPadding2D ZeroPadding3D
+"""
+_TRIED_OF_KERAS = frozenset(_NAMES.split())
 # Layers of one model, which nobody tried beforehand. Some compare the examples: CLIP's head does,
 # and the balance of experts in Mixtral.
 _OF_ONE_MODEL = "keras_hub.src.models."
@@ -77,7 +71,6 @@ def is_library(module: str) -> bool:
 
 
 def layers_of(layer: keras.layers.Layer) -> list[Any]:
-    """List a layer and all layers in it."""
     return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
 
 
@@ -173,18 +166,13 @@ def _is_written_by_libraries(code: Any) -> bool:
     if not is_library(written_in) and written_in not in sys.stdlib_module_names:
         return False
     module = str(getattr(code, "__module__", None) or type(code).__module__)
-    if module == "builtins" and _is_made_by_exec(code):
-        return False
+    kinds = (keras.layers.Layer, keras.Loss, keras.Metric)
+    is_class = isinstance(code, type) and issubclass(code, kinds)
+    if module == "builtins" and (is_class or isinstance(code, types.FunctionType)):
+        return False  # It is the user's: its namespace has no name, as that of `exec`.
     if module.startswith(("tensorflow.", "keras.src.ops.")) and not isinstance(code, type):
         return getattr(code, "__name__", "") in _ACTIVATIONS
     return is_library(module)
-
-
-def _is_made_by_exec(code: Any) -> bool:
-    """Return whether code is the user's and has no module, because its namespace has no name."""
-    kinds = (keras.layers.Layer, keras.Loss, keras.Metric)
-    is_class = isinstance(code, type) and issubclass(code, kinds)
-    return is_class or isinstance(code, types.FunctionType)
 
 
 def is_loss_of_a_library(loss: Any) -> bool:

@@ -28,7 +28,6 @@ from kdpkit.training.tensorflow import (
     _checks,
     _global_batches,
     _keras_internals,
-    _layer_calls,
     _library_layers,
     _losses_and_metrics,
     _micro_batches,
@@ -46,12 +45,9 @@ from kdpkit.training.tensorflow._tracing import traced_once
 
 
 class TensorFlowSteps(Steps):
-    """Runs the steps of a loop under its strategy, as `Steps` asks.
+    """Runs the steps of a `TrainingLoop` under a strategy, as `Steps` asks.
 
-    Args:
-        loop: The `TrainingLoop`.
-        strategy: A strategy, or None for the one that the model was built in.
-        jit: Whether XLA compiles forward and backward pass; "auto" asks the model.
+    Without a strategy it is the one that the model was built in. `jit` is as in the loop.
     """
 
     counts_once = True  # loss and metrics, for all devices
@@ -81,7 +77,6 @@ class TensorFlowSteps(Steps):
         with (
             processes.explain_lost_process(),
             _global_batches.explaining_differences(),
-            _layer_calls.explaining_other_lengths(),
             _patches.installed(),
         ):
             yield

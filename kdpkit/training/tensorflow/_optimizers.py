@@ -7,17 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks, held_variables
+from kdpkit._internal import checks, optimizers
 from kdpkit.training.tensorflow import _checks, _keras_internals
 from kdpkit.training.tensorflow._library_layers import is_library
 from kdpkit.training.tensorflow._step import Step, current_step, graph
-
-
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """Return the optimizers in the attributes of a model and its layers, in lists and dicts too."""
-    parts = [part for _, part in held_variables.parts_of_attributes(model._flatten_layers())]
-    optimizers = [part for part in parts if isinstance(part, keras.optimizers.Optimizer)]
-    return [*{id(optimizer): optimizer for optimizer in optimizers}.values()]
 
 
 def move_into_scope(
@@ -47,7 +40,7 @@ def move_into_scope(
 
 def copy_state(model: keras.Model) -> None:
     """Copy to all devices the state that steps have updated on the first one only."""
-    for optimizer in optimizers_of(model):
+    for optimizer in optimizers.all_of(model):
         for variable in optimizer.variables:
             first, *others = getattr(variable.value, "values", (variable.value,))
             for copy in others:
@@ -61,7 +54,13 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
         if optimizer._distribution_strategy is not step.mesh.strategy:
             move_into_scope(optimizer, step.mesh.strategy)
         variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
-        _reject_gradients_that_are_values(variables)
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                checks.fail(
+                    "Float8 training passes the scales of a variable as its gradients, and Keras "
+                    "has no rule for the scales of several replicas. Train in bfloat16.",
+                    variable=variable.path,
+                )
         if not optimizer.built:
             with tf.init_scope(), step.mesh.strategy.scope():
                 optimizer.build([*variables])
@@ -107,13 +106,3 @@ def apply_scaled(
         return original(optimizer, grads, trainable_variables)
     with tf.control_dependencies(_checks_here(step)):
         return optimizer._common_apply(grads, trainable_variables)
-
-
-def _reject_gradients_that_are_values(variables: Any) -> None:
-    for variable in variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            checks.fail(
-                "Float8 training passes the scales of a variable as its gradients, and Keras has "
-                "no rule for the scales of several replicas. Train in bfloat16.",
-                variable=variable.path,
-            )

@@ -36,13 +36,16 @@ class Policy:
         self._findings: dict[Any, tuple[Any, Finding]] = {}
 
     def divides(self, step: Step, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
-        """Return whether each device computes its part of a call; for XLA a model may be one layer.
+        """Return whether each device computes its part; for XLA a model may be one layer.
 
-        Raises:
-            ValueError: The layer compares the examples of a micro-batch.
+        Raise if the layer compares the examples of a micro-batch.
         """
         if step.micro_batch is not None and not is_composed(layer):
-            self._reject_mixing_layer(layer, args, kwargs)
+            if not is_of_a_library(layer):
+                reject_mixing(f"layer `{layer.name}`", self.finding(layer, args, kwargs))
+            elif has_too_few_axes(layer, args, kwargs):
+                finding = Finding(Verdict.MIXES, "takes the examples of a batch for parts of one")
+                reject_mixing(f"layer `{layer.name}`", finding)
         if step.mesh.num_parts == 1:
             return False
         if id(layer) in self._declared:
@@ -68,13 +71,6 @@ class Policy:
             # The layer is stored because its id must not be another layer's later.
             self._findings[key] = layer, try_layer(layer, args, kwargs)
         return self._findings[key][1]
-
-    def _reject_mixing_layer(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-        if not is_of_a_library(layer):
-            reject_mixing(f"layer `{layer.name}`", self.finding(layer, args, kwargs))
-        elif has_too_few_axes(layer, args, kwargs):
-            finding = Finding(Verdict.MIXES, "takes the examples of a batch for parts of one")
-            reject_mixing(f"layer `{layer.name}`", finding)
 
     def forget(self) -> None:
         """Try layers again, because their attributes may have changed."""

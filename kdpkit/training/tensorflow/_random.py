@@ -17,8 +17,8 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import (
     KERAS_RANDOM,
     global_state,
-    outside_of_stateless_scopes,
     seed_generator,
+    with_thread_state,
 )
 from kdpkit.training.tensorflow._step import Part, current_random_part
 
@@ -215,5 +215,7 @@ def _cast(seed: Any) -> Any:
 def _make_global_seeds(part: Part) -> None:
     """Make Keras' global seeds if there are none yet, as on one device, but outside of the part."""
     if global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is None:
-        with outside_of_stateless_scopes(), tf.init_scope(), part.step.mesh.strategy.scope():
+        # In a stateless scope no variable can be made.
+        outside = with_thread_state(stateless_scope=None)
+        with outside, tf.init_scope(), part.step.mesh.strategy.scope():
             seed_generator.global_seed_generator()

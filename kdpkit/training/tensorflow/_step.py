@@ -31,11 +31,7 @@ class Mesh:
         self.num_processes = self.num_parts // len(self.devices)
         first = processes.index() * len(self.devices) if self.num_processes > 1 else 0
         self.local = range(first, first + len(self.devices))  # the parts of this process
-
-    @property
-    def home(self) -> str:
-        """The device of everything that is not divided."""
-        return self.devices[0]
+        self.home = self.devices[0]  # the device of everything that is not divided
 
 
 class MicroBatch(NamedTuple):
@@ -54,13 +50,10 @@ class MicroBatch(NamedTuple):
 
 
 class Step:
-    """A step that is being traced.
+    """A step that is being traced; its policy decides which layers are divided.
 
-    Args:
-        mesh: The devices.
-        policy: Decides which layers are divided.
-        batch_norm: Whether statistics are of the "global" batch or of a "replica".
-        jit: Whether XLA compiles what each device computes.
+    Statistics (`batch_norm`) are of the "global" batch or of a "replica". With `jit` XLA compiles
+    what each device computes.
     """
 
     def __init__(self, mesh: Mesh, policy: Any, *, batch_norm: str, jit: bool = False) -> None:
@@ -72,16 +65,12 @@ class Step:
         self.micro_batch: MicroBatch | None = None
         # For random numbers that are drawn outside of divided layers.
         self.random_part: Part | None = None
-        self._graph, self._num_channels = graph(), 0
+        self.graph, self._num_channels = graph(), 0
 
     def channel(self) -> Channel:
         """Return a number for what processes exchange at the next border of a layer."""
         self._num_channels += 1
         return Channel(NUMBERS * self._num_channels)
-
-    def is_traced_here(self) -> bool:
-        """Return whether the current graph is the step's, and not a condition's or a loop's."""
-        return self._graph is graph()
 
     def asks_policy(self) -> bool:
         """Return whether the policy is asked about layers.
@@ -125,11 +114,9 @@ class Part:
     drew_for_all: bool = False
 
     def __post_init__(self) -> None:
-        self.num_examples, self.num_global_examples = (
-            self.split.counts[self.index],
-            self.split.total,
-        )
+        self.num_examples = self.split.counts[self.index]
         self.start = self.split.starts[self.index]
+        self.num_global_examples = self.split.total
         if self.step and self.step.micro_batch:
             offset, self.num_global_examples = self.step.micro_batch.position(self.split.total)
             self.start += offset

@@ -19,7 +19,7 @@ from kdpkit.training.tensorflow._keras_internals import (
     stop_recording,
     with_gradient,
 )
-from kdpkit.training.tensorflow._step import Part
+from kdpkit.training.tensorflow._step import Part, graph
 from kdpkit.training.tensorflow._tensor_parts import moved_to
 
 
@@ -72,7 +72,7 @@ def _on_device(part: Part, tf_variable: Any, value: Any) -> Any:
     has_copies = isinstance(tf_variable, tf.distribute.DistributedValues)
     # Inside a condition or a loop TensorFlow derives gradients from operations, not from what was
     # recorded for a tape: the value itself is moved.
-    if not has_copies or not part.step.is_traced_here():
+    if not has_copies or part.step.graph is not graph():
         return moved_to(part.device, value)
     with stop_recording(), tf.device(part.device):
         copy = read_unwatched(tf_variable.values[part.index])

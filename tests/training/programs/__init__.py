@@ -89,9 +89,10 @@ def program(name, data=vectors, *, backends=None, tolerance=1e-5, run="exhaustiv
     return add
 
 
-def on_tensorflow(name, build, data=vectors, **settings):
-    """Add a program for TensorFlow only, whose model a function or class builds."""
-    program(name, data, **TENSORFLOW | settings)(build)
+def on_tensorflow(name, build=None, data=vectors, **settings):
+    """Add a program for TensorFlow only, whose model a function or class builds, or decorate it."""
+    add = program(name, data, **TENSORFLOW | settings)
+    return add(build) if build else add
 
 
 def compile_model(model, optimizer="sgd", loss=None, **settings):

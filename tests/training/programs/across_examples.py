@@ -202,11 +202,8 @@ class OfVariables(CustomStep):
     def call(self, x, training=False):
         return self.net(tf.nn.relu(x @ self.kernel), training=training)
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.step_loss(*data)
-        self.update(tape, loss, [self.kernel, *self.net.trainable_variables])
-        return {"loss": loss}
+    def update(self, tape, loss):
+        super().update(tape, loss, [self.kernel, *self.net.trainable_variables])
 
 
 # Layers.

@@ -1,50 +1,14 @@
-"""Generative models: autoencoders, adversaries, diffusion."""
+"""Generative models: adversaries, diffusion."""
 
 import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.training.programs import CustomStep, images, program
+from tests.training.programs import images, on_tensorflow
 
 
 def gray_images():
     return {"x": images(channels=1)["x"], "batch_size": 7}
-
-
-class Sampling(layers.Layer):
-    """Draws a code from its mean and logarithmic variance."""
-
-    def __init__(self):
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(1337)
-
-    def call(self, inputs):
-        mean, log_var = inputs
-        noise = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
-        return mean + ops.exp(0.5 * log_var) * noise
-
-
-def code_divergence(mean, log_var):
-    return -0.5 * ops.sum(1 + log_var - ops.square(mean) - ops.exp(log_var), axis=1)
-
-
-@program("variational autoencoder", gray_images, optimizer="adam")
-class VAE(CustomStep):
-    def __init__(self):
-        pixels, code = keras.Input((8, 8, 1)), keras.Input((2,))
-        x = layers.Conv2D(4, 3, activation="relu", strides=2, padding="same")(pixels)
-        x = layers.Dense(8, activation="relu")(layers.Flatten()(x))
-        mean, log_var = layers.Dense(2, name="z_mean")(x), layers.Dense(2, name="z_log_var")(x)
-        super().__init__(keras.Model(pixels, [mean, log_var, Sampling()([mean, log_var])]))
-        x = layers.Reshape((4, 4, 2))(layers.Dense(32, activation="relu")(code))
-        x = layers.Conv2DTranspose(1, 3, strides=2, padding="same", activation="sigmoid")(x)
-        self.decoder = keras.Model(code, x)
-
-    def step_loss(self, data):
-        mean, log_var, code = self.net(data)
-        crossentropy = keras.losses.binary_crossentropy(data, self.decoder(code))
-        reconstruction_loss = ops.mean(ops.sum(crossentropy, axis=(1, 2)))
-        return reconstruction_loss + ops.mean(code_divergence(mean, log_var))
 
 
 def discriminator():
@@ -108,7 +72,7 @@ class GAN(keras.Model):
         return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
-@program("adversaries", gray_images, backends=("tensorflow",), run="slow")
+@on_tensorflow("adversaries", data=gray_images, run="slow")
 def gan():
     model, adam = GAN(), keras.optimizers.Adam
     model.compile(adam(3e-4), adam(3e-4), keras.losses.BinaryCrossentropy(from_logits=True))
@@ -162,12 +126,10 @@ class Diffusion(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program("denoising diffusion", gray_images, backends=("tensorflow",), run="slow")
+@on_tensorflow("denoising diffusion", data=gray_images, run="slow")
 def diffusion():
     model = Diffusion()
     model.normalizer.adapt(gray_images()["x"])
-    model.compile(
-        optimizer=keras.optimizers.AdamW(learning_rate=1e-3, weight_decay=1e-4),
-        loss=keras.losses.MeanAbsoluteError(),
-    )
+    adam = keras.optimizers.AdamW(1e-3, weight_decay=1e-4)
+    model.compile(optimizer=adam, loss=keras.losses.MeanAbsoluteError())
     return model

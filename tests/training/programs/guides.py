@@ -1,4 +1,4 @@
-"""The Keras guides: built-in training, steps of one's own, losses and optimizers."""
+"""The Keras guides: built-in training, and steps of one's own."""
 
 import keras
 import numpy as np
@@ -13,15 +13,8 @@ from tests.training.programs import (
     network,
     numbers,
     program,
-    sparse_cross_entropy,
     vectors,
 )
-
-
-def one_hot():
-    labels = np.eye(3, dtype="float32")[vectors()["y"]]
-    return {"x": labels, "y": labels, "batch_size": 7}
-
 
 program("built-in training with dropout and batch statistics")(
     classifier(
@@ -58,9 +51,7 @@ def inputs_and_targets():
 def with_endpoint():
     inputs, targets = keras.Input((6,), name="inputs"), keras.Input((10,), name="targets")
     predictions = LogisticEndpoint(name="predictions")(targets, layers.Dense(10)(inputs))
-    model = keras.Model(inputs=[inputs, targets], outputs=predictions)
-    model.compile(optimizer="adam")
-    return model
+    return compile_model(keras.Model([inputs, targets], predictions), "adam")
 
 
 # Steps of one's own, complete as in the guides.
@@ -120,39 +111,3 @@ class ClippedByGlobalNorm(Regression):
         gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return self.compute_metrics(x, y, y_pred) | {"loss": loss}
-
-
-# Optimizers and losses of one's own.
-
-
-@program("a sparse autoencoder", one_hot)
-def sparse_autoencoder():
-    code = layers.Dense(8, "relu", activity_regularizer=keras.regularizers.L1(1e-2))
-    model = keras.Sequential([keras.Input((3,)), code, layers.Dense(3, activation="sigmoid")])
-    return compile_model(model, "adam", "binary_crossentropy")
-
-
-class Distiller(keras.Model):
-    """Trains a student on what a teacher predicts, by `compute_loss`."""
-
-    def __init__(self, temperature=10.0):
-        super().__init__()
-        self.student, self.teacher, self.temperature = network(), network(), temperature
-        self.teacher.trainable = False
-
-    def call(self, x):
-        return self.student(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ARG002
-        teacher_pred = self.teacher(x, training=False)
-        divergence = keras.losses.KLDivergence()(
-            ops.softmax(teacher_pred / self.temperature, axis=1),
-            ops.softmax(y_pred / self.temperature, axis=1),
-        )
-        student_loss = sparse_cross_entropy()(y, y_pred)
-        return 0.1 * student_loss + 0.9 * divergence * self.temperature**2
-
-
-program("distillation by compute_loss")(
-    lambda: compile_model(Distiller(), "adam", metrics=["accuracy"])
-)

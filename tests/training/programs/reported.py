@@ -46,16 +46,15 @@ def confidence(_, y_pred):
     return ops.mean(ops.max(y_pred, -1))
 
 
-@program("softmax called logits, and a metric of one's own", run="quick", backends=("tensorflow",))
+@on_tensorflow("softmax called logits, and a metric of one's own", run="quick")
 def softmax_called_logits():
     model = keras.Sequential([network(5), layers.Dense(3, "softmax")])
     return compile_model(model, loss=sparse_cross_entropy(), metrics=[confidence])
 
 
-@program(
+@on_tensorflow(
     "softmax of large features, compiled by XLA",
-    lambda: vectors() | {"x": 60 * vectors()["x"]},
-    backends=("tensorflow",),
+    data=lambda: vectors() | {"x": 60 * vectors()["x"]},
 )
 def softmax_of_large_features():
     model = keras.Sequential([layers.Dense(5, "relu"), layers.Dense(3, "softmax")])
@@ -146,10 +145,8 @@ on_tensorflow(
 )
 
 
-@program(
-    "the cosine of predictions of one axis",
-    lambda: numbers() | {"y": numbers()["y"][:, 0]},
-    backends=("tensorflow",),
+@on_tensorflow(
+    "the cosine of predictions of one axis", data=lambda: numbers() | {"y": numbers()["y"][:, 0]}
 )
 def cosine():
     x = keras.Input((6,))
@@ -163,7 +160,7 @@ def weighted():
     return numbers() | {"y": numbers()["y"][..., None], "sample_weight": weights}
 
 
-@program("weights that have more axes than the losses", weighted, backends=("tensorflow",))
+@on_tensorflow("weights that have more axes than the losses", data=weighted)
 def with_many_weights():
     return compile_model(keras.Sequential([network(1), layers.Reshape((1, 1))]), loss="mse")
 
@@ -498,10 +495,7 @@ STACKS = {
     "a mode of the call around": [AroundCentered],
     "halves of a batch normalized apart": [lambda: layers.Dense(8), GhostNormalization],
     "a constant that a layer has made": [Edges, layers.Flatten],
-    "a recurrent layer, compiled by XLA": [
-        lambda: layers.Reshape((3, 2)),
-        lambda: layers.LSTM(4),
-    ],
+    "a recurrent layer, compiled by XLA": [lambda: layers.Reshape((3, 2)), lambda: layers.LSTM(4)],
 }
 for _name, _layers in STACKS.items():
     on_tensorflow(_name, classifier(*_layers, jit_compile="XLA" in _name))
@@ -728,11 +722,8 @@ class HiddenOptimizer(CustomStep):
         hidden = sgd()
         self.get_optimizer = lambda: hidden
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.step_loss(*data)
-        self.update(tape, loss, optimizer=self.get_optimizer())
-        return {"loss": loss}
+    def update(self, tape, loss):
+        super().update(tape, loss, optimizer=self.get_optimizer())
 
 
 # Callbacks that change what is trained.
@@ -757,10 +748,8 @@ class CompilesAgain(keras.callbacks.Callback):
             self.model.make_train_function()
 
 
-@program(
-    "compiled once more in a callback",
-    lambda: vectors() | {"callbacks": [CompilesAgain()]},
-    backends=("tensorflow",),
+@on_tensorflow(
+    "compiled once more in a callback", data=lambda: vectors() | {"callbacks": [CompilesAgain()]}
 )
 def frozen():
     model = network()

@@ -1,14 +1,15 @@
 """Embeddings that are compared within a batch: contrastive, siamese and metric learning."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
 from tests.training.programs import (
     CustomStep,
+    compile_model,
     images,
     network,
+    on_tensorflow,
     program,
     sparse_cross_entropy,
 )
@@ -87,43 +88,7 @@ def siamese():
     distance = layers.Lambda(euclidean_distance, output_shape=(1,))([tower(left), tower(right)])
     outputs = layers.Dense(1, activation="sigmoid")(layers.BatchNormalization()(distance))
     model = keras.Model([left, right], outputs)
-    model.compile(loss=contrastive_loss, optimizer="RMSprop", metrics=["accuracy"])
-    return model
-
-
-def captioned_images():
-    captions = np.random.default_rng(4).integers(1, 20, (17, 6))
-    return {"x": {"image": images()["x"], "caption": captions}, "batch_size": 7}
-
-
-def project(embeddings, width=8):
-    projected = layers.Dense(width)(embeddings)
-    x = layers.Dense(width)(ops.gelu(projected))
-    x = layers.Add()([projected, layers.Dropout(0.1)(x)])
-    return layers.LayerNormalization()(x)
-
-
-@program("dual encoder of images and captions", captioned_images, optimizer="adam")
-class DualEncoder(CustomStep):
-    """Compares images and captions of one batch, as CLIP does."""
-
-    def __init__(self):
-        image, caption = keras.Input((8, 8, 3)), keras.Input((6,))
-        words = layers.GlobalAveragePooling1D()(layers.Embedding(20, 8)(caption))
-        super().__init__(keras.Model(image, project(encoder()(image))))
-        self.text_encoder = keras.Model(caption, project(words))
-
-    def step_loss(self, features):
-        images = self.net(features["image"], training=True)
-        captions = self.text_encoder(features["caption"], training=True)
-        logits = captions @ ops.transpose(images) / 0.05
-        similarity = images @ ops.transpose(images) + captions @ ops.transpose(captions)
-        targets = ops.softmax(similarity / 0.1)
-        captions_loss = keras.losses.categorical_crossentropy(targets, logits, from_logits=True)
-        images_loss = keras.losses.categorical_crossentropy(
-            ops.transpose(targets), ops.transpose(logits), from_logits=True
-        )
-        return ops.mean(captions_loss + images_loss) / 2
+    return compile_model(model, "rmsprop", contrastive_loss, metrics=["accuracy"])
 
 
 class AnchorPositivePairs(keras.utils.PyDataset):
@@ -153,10 +118,9 @@ class EmbeddingModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program(
+@on_tensorflow(
     "metric learning from anchors and positives",
-    lambda: {"x": AnchorPositivePairs()},
-    backends=("tensorflow",),
+    data=lambda: {"x": AnchorPositivePairs()},
     run="slow",
 )
 def metric_learning():
@@ -164,5 +128,4 @@ def metric_learning():
     x = layers.Conv2D(8, 3, strides=2, activation="relu")(inputs)
     x = layers.GlobalAveragePooling2D()(x)
     model = EmbeddingModel(inputs, layers.UnitNormalization()(layers.Dense(8)(x)))
-    model.compile(keras.optimizers.Adam(learning_rate=1e-3), sparse_cross_entropy())
-    return model
+    return compile_model(model, "adam", sparse_cross_entropy())

@@ -1,4 +1,4 @@
-"""Language: masked models, translation, classification, recognition, and models of KerasHub."""
+"""Language: masked models, translation, recognition, and models of KerasHub."""
 
 import keras
 import keras_hub
@@ -8,6 +8,7 @@ from keras import layers, ops
 from tests.training.programs import (
     compile_model,
     cross_entropies,
+    on_tensorflow,
     program,
     sparse_cross_entropy,
 )
@@ -137,12 +138,8 @@ def translation():
     x = TransformerDecoder(WIDTH, 16, 2)([x, encoder_outputs])
     outputs = layers.Dense(VOCABULARY, activation="softmax")(layers.Dropout(0.5)(x))
     model = keras.Model([encoder_inputs, decoder_inputs], outputs, name="transformer")
-    model.compile(
-        "rmsprop",
-        loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=0),
-        metrics=["accuracy"],
-    )
-    return model
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0)
+    return compile_model(model, "rmsprop", loss, metrics=["accuracy"])
 
 
 def characters():
@@ -162,18 +159,6 @@ def sequence_to_sequence():
     outputs = layers.Dense(VOCABULARY, activation="softmax")(decoder_outputs)
     model = keras.Model([encoder_inputs, decoder_inputs], outputs)
     return compile_model(model, "rmsprop", "categorical_crossentropy", metrics=["accuracy"])
-
-
-def reviews():
-    return {"x": sentences(), "y": np.arange(17) % 2, "batch_size": 7}
-
-
-@program("text classification with a transformer block", reviews)
-def transformer_classifier():
-    inputs, x = encoder_of_tokens()
-    x = layers.Dropout(0.1)(layers.GlobalAveragePooling1D()(x))
-    model = keras.Model(inputs, layers.Dense(2, activation="softmax")(x))
-    return compile_model(model, "adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 
 class CTCLayer(layers.Layer):
@@ -303,11 +288,9 @@ def retinanet():
     model = keras_hub.models.RetinaNetObjectDetector(
         backbone, num_classes=3, pre_logits_num_conv_layers=1
     )
-    model.compile(
-        keras.optimizers.SGD(0.05),
-        box_loss=keras.losses.Huber(reduction="sum"),
-        classification_loss=keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="sum"),
-    )
+    huber = keras.losses.Huber(reduction="sum")
+    focal = keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="sum")
+    model.compile(keras.optimizers.SGD(0.05), box_loss=huber, classification_loss=focal)
     return model
 
 
@@ -317,7 +300,7 @@ def next_words():
     return {"x": words[:, :-1], "y": words[:, 1:], "batch_size": 5}
 
 
-@program("the perplexity of KerasHub", next_words, backends=("tensorflow",), run="slow")
+@on_tensorflow("the perplexity of KerasHub", data=next_words, run="slow")
 def with_perplexity():
     model = keras.Sequential([keras.Input((5,)), layers.Embedding(9, 4), layers.Dense(9)])
     perplexity = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)
@@ -330,7 +313,7 @@ def padded_words():
     return {"x": [words, words[::-1].copy()], "y": np.arange(17) % 3, "batch_size": 5}
 
 
-@program("attentions that share masked words", padded_words, backends=("tensorflow",), run="slow")
+@on_tensorflow("attentions that share masked words", data=padded_words, run="slow")
 def two_attentions():
     """Keras calls the second one first here, and it takes the mask off what both get."""
     words, others = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")

@@ -66,15 +66,9 @@ def vision_transformer():
     x2 = layers.Dense(8, "gelu")(layers.LayerNormalization(epsilon=1e-6)(x))
     x = layers.Dropout(0.5)(layers.Flatten()(layers.Add()([x2, x])))
     model = keras.Model(inputs, layers.Dense(4)(x))
-    model.compile(
-        optimizer=keras.optimizers.AdamW(learning_rate=1e-3, weight_decay=1e-4),
-        loss=sparse_cross_entropy(),
-        metrics=[
-            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            keras.metrics.SparseTopKCategoricalAccuracy(2, name="top-2-accuracy"),
-        ],
-    )
-    return model
+    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=1e-4)
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    return compile_model(model, optimizer, sparse_cross_entropy(), metrics=metrics)
 
 
 class MixupModel(keras.Model):
@@ -96,7 +90,7 @@ class MixupModel(keras.Model):
         return super().train_step((images, labels))
 
 
-@program("mixup in the step", one_hot, backends=("tensorflow",), run="slow")
+@on_tensorflow("mixup in the step", data=one_hot, run="slow")
 def mixup():
     inputs = keras.Input((8, 8, 3))
     x = layers.BatchNormalization()(layers.Conv2D(8, 3, activation="relu")(inputs))
