@@ -10,7 +10,7 @@ from keras import layers
 
 from kdpkit import strategies
 from kdpkit.training import replica_exact
-from kdpkit.training.tensorflow import _patches
+from kdpkit.training.tensorflow import _patches, _philox, _random
 from kdpkit.training.tensorflow._split import split
 from kdpkit.training.tensorflow._step import Mesh, Part, Step, running
 from kdpkit.training.tensorflow._variable_copies import PartScope
@@ -76,6 +76,31 @@ def test_xla_draws_the_same_for_any_number_of_replicas():
     two = drawn(2, draw, 7, jit=True)
     np.testing.assert_array_equal(drawn(4, draw, 7, jit=True), two)
     assert np.unique(two).size == two.size
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(
+    count=st.integers(1, 70),
+    key=st.integers(0, 2**64 - 1),
+    counter=st.tuples(st.integers(2**64 - 20, 2**64 - 1), st.integers(0, 2**64 - 1)),
+)
+def test_philox_in_vectors_has_the_bits_of_the_one_in_xla(count, key, counter):
+    @tf.function(jit_compile=True)
+    def draw(**numbers):
+        expected = tf.raw_ops.StatelessRandomUniformV2(shape=[count], alg=1, **numbers)
+        return _philox.uniform([count], **numbers), expected
+
+    numbers = draw(key=tf.constant([key], tf.uint64), counter=tf.constant(counter, tf.uint64))
+    np.testing.assert_array_equal(*numbers)
+
+
+def test_a_step_that_xla_compiles_for_a_cpu_draws_by_it(monkeypatch):
+    draw = drawing("uniform", 3)
+    expected = drawn(1, draw, 7, jit=True)
+    monkeypatch.setattr(_philox, "uniform", lambda shape, **_: tf.zeros(shape))
+    assert not drawn(1, draw, 7, jit=True).any()
+    monkeypatch.setattr(_random, "_is_compiled_for_cpu", lambda: False)
+    np.testing.assert_array_equal(drawn(1, draw, 7, jit=True), expected)
 
 
 DRAWINGS = {

@@ -1,4 +1,9 @@
-"""GPT-2 124M, bfloat16: causal language model, sequences of 1,024 tokens."""
+"""GPT-2 124M, bfloat16: causal language model, sequences of 1,024 tokens, no dropout.
+
+That is how it is pretrained today (nanoGPT, llm.c), and Keras and PyTorch compute its attention by
+fused kernels. KerasHub's layers pass a mask to the kernel, which then computes all products; the
+same model of Keras' own layers names no mask, and the kernel computes half of them.
+"""
 
 import dataclasses
 from typing import Any
@@ -26,14 +31,20 @@ SIZES = {
     False: Size(12, 768, 12, 50_257, 1024, batch=16, steps=10),
     True: Size(1, 16, 2, 50, 8, batch=4, steps=2),
 }
+INPUTS = ("token_ids", "padding_mask")
 MORE: dict[str, Any] = {
+    "kdpkit, Keras' layers and no mask": {"model_of": "causal"},
+    "kdpkit with dropout 0.1": {"model_of": "dropping"},
     "kdpkit with remat": {"remat": True},
     "kdpkit with accumulation=4": {"accumulation": 4},
 }
 
 
 def work(size: Size) -> Work:
-    """Count tokens, and the products: dense layers, attention to all positions, and logits."""
+    """Count tokens, and the products: dense layers, attention to all positions, and logits.
+
+    Half of the attention's products are with positions that a causal model does not see.
+    """
     width, tokens = size.width, size.batch * size.length * size.steps
     of_layer = 2 * 12 * width**2 + 4 * size.length * width
     of_token = size.layers * of_layer + 2 * width * size.vocabulary
@@ -48,7 +59,7 @@ def batch_of(size: Size) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {"token_ids": seen, "padding_mask": np.ones_like(seen)}, tokens[:, 1:].copy()
 
 
-def model_of(size: Size) -> Any:
+def model_of(size: Size, dropout: float = 0.0) -> Any:
     """Build the KerasHub model up to its hidden states, from scratch."""
     import keras
     import keras_hub
@@ -62,8 +73,36 @@ def model_of(size: Size) -> Any:
         hidden_dim=size.width,
         intermediate_dim=4 * size.width,
         max_sequence_length=size.length,
-        dropout=0.1,
+        dropout=dropout,
     )
+
+
+def causal_model_of(size: Size) -> Any:
+    """Build the same of Keras' layers, whose attention is told that it is causal, by no mask."""
+    import keras
+    from keras import layers
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.utils.set_random_seed(0)
+    inputs = {name: keras.Input((size.length,), dtype="int32", name=name) for name in INPUTS}
+    positions = keras.ops.arange(size.length)
+    x = layers.Embedding(size.vocabulary, size.width, name="token_embedding")(inputs["token_ids"])
+    x += layers.Embedding(size.length, size.width)(positions)
+    for _ in range(size.layers):
+        attended = layers.LayerNormalization(epsilon=1e-5)(x)
+        attention = layers.MultiHeadAttention(size.heads, size.width // size.heads)
+        x += attention(attended, attended, use_causal_mask=True)
+        wide = layers.Dense(4 * size.width, "gelu")(layers.LayerNormalization(epsilon=1e-5)(x))
+        x += layers.Dense(size.width)(wide)
+    return keras.Model(inputs, layers.LayerNormalization(epsilon=1e-5)(x))
+
+
+def dropping_model_of(size: Size) -> Any:
+    """Build it with dropout, also in its attention, which no kernel of Keras computes."""
+    return model_of(size, dropout=0.1)
+
+
+MODELS = {"hub": model_of, "causal": causal_model_of, "dropping": dropping_model_of}
 
 
 def plain_model_of(size: Size) -> Any:
@@ -75,7 +114,7 @@ def plain_model_of(size: Size) -> Any:
     return keras.Model(backbone.input, logits)
 
 
-def loop_of(size: Size, **settings: Any) -> Any:
+def loop_of(size: Size, model_of: str = "hub", **settings: Any) -> Any:
     """Make the kit's loop, whose loss goes over the vocabulary in chunks (as recipes/lm.py)."""
     from keras import ops
 
@@ -84,11 +123,12 @@ def loop_of(size: Size, **settings: Any) -> Any:
     class CausalLMLoop(TrainingLoop):
         def per_example_loss(self, x: Any, y: Any, *, training: bool) -> Any:
             hidden = self.model(x, training=training)
-            kernel = ops.cast(self.model.token_embedding.embeddings, hidden.dtype)
+            table = self.model.get_layer("token_embedding").embeddings
+            kernel = ops.cast(table, hidden.dtype)
             return linear_cross_entropy(hidden, kernel, y)
 
     optimizer, _ = compiled_parts()
-    return CausalLMLoop(model_of(size), optimizer=optimizer, **settings)
+    return CausalLMLoop(MODELS[model_of](size), optimizer=optimizer, **settings)
 
 
 def torch_of(size: Size) -> tuple[Any, ...]:
@@ -105,6 +145,7 @@ def torch_of(size: Size) -> tuple[Any, ...]:
         n_head=size.heads,
         n_positions=size.length,
         attn_implementation="sdpa",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     )
 
     def loss_of(model: Any, ids: Any, labels: Any) -> Any:

@@ -5,7 +5,7 @@ with the kit, so that no more than two have a step's memory on the device.
 
 A workload is a module with `SIZES` (by whether it is a rehearsal), `work(size)`, what contestants
 train (`plain_model_of`, `compiled_parts`, `loop_of`, `torch_of`, `batch_of`), and `MORE` settings
-of the kit's loop, by name.
+of the kit's loop, by name; `AGAINST` names contestants where not all take part.
 
     python -m tools.accelerator.speed tools.accelerator.bert kdpkit [--rehearse]
 """
@@ -53,7 +53,7 @@ def measure(workload: types.ModuleType, results: Results, *, rehearse: bool, rou
         results.miss(f"{title}: batches of {size.batch}, for want of memory on the device.")
     work = workload.work(size)
     rows_of = functools.partial(_rows, title, work)
-    ways = [*WAYS, *workload.MORE]
+    ways = [*getattr(workload, "AGAINST", WAYS), *workload.MORE]
     names = [name for name in ways if _is_installed(name)]
     for name in {*ways} - {*names}:
         results.miss(f"{title}: {name} has no figures: PyTorch is not installed.")

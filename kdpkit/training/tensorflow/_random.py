@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from kdpkit.training.tensorflow import _philox
 from kdpkit.training.tensorflow._keras_internals import (
     KERAS_RANDOM,
     global_state,
+    in_xla_context,
     seed_generator,
     with_thread_state,
 )
-from kdpkit.training.tensorflow._step import Part, current_random_part
+from kdpkit.training.tensorflow._step import Part, current_random_part, graph
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
@@ -166,12 +168,19 @@ def _numbers(op: Any, dims: list[Any], entries: Entries, dtype: tf.DType, seed: 
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // block, 0]), tf.uint64)
     draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
+    if op is _UNIFORM and dtype == tf.float32 and _is_compiled_for_cpu():
+        draw = functools.partial(_philox.uniform, key=key, counter=counter)
     # XLA draws several axes in another order, and needs a size that is known from the shape.
     count = tf.reduce_prod(tf.cast(shape, tf.int64))
     if any(isinstance(size, int) and size % block == 0 for size in dims[1:]):
         return tf.reshape(draw(shape=[count]), shape)  # Each example begins with a block.
     drawn = draw(shape=[count + block - 1])
     return tf.reshape(tf.slice(drawn, [first % block], [count]), shape)
+
+
+def _is_compiled_for_cpu() -> bool:
+    kinds = {device.device_type for device in tf.config.list_logical_devices()}
+    return in_xla_context(graph()) and not kinds & {"GPU", "TPU"}
 
 
 def _sliced(drawn: tf.Tensor, entries: Entries) -> Any:
