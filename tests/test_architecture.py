@@ -67,6 +67,7 @@ USING_PRIVATE = {
     "training/_keras_internals.py",
     "training/jax/_fit.py",
     "training/jax/_lookups.py",
+    "training/jax/_moments.py",
     "training/jax/_random.py",
     "training/tensorflow/_keras_internals.py",
     "training/tensorflow/_patches.py",

@@ -72,7 +72,7 @@ class MaskedLosses(keras.layers.Layer):
         head, dtype = self.head, self.head.compute_dtype
         weights = {variable.name: ops.convert_to_tensor(variable) for variable in _weights_of(head)}
         output_bias = weights.pop("output_bias")
-        encoded = ops.take_along_axis(sequence, ops.expand_dims(positions, -1), axis=1)
+        encoded = _at_positions(sequence, positions)
         # This is what the head computes before its product with the token embedding.
         kernel, bias, gamma, beta = (
             ops.cast(weights[name], dtype) for name in ("kernel", "bias", "gamma", "beta")
@@ -83,6 +83,15 @@ class MaskedLosses(keras.layers.Layer):
         return linear_cross_entropy(
             ops.cast(hidden, dtype), embeddings, y, bias=output_bias, chunk_size=self.chunk_size
         )
+
+
+def _at_positions(sequence: Tensor, positions: Tensor) -> Tensor:
+    """Return the entries of sequences at some positions."""
+    if keras.backend.standardize_dtype(sequence.dtype) not in ("float16", "bfloat16"):
+        return ops.take_along_axis(sequence, ops.expand_dims(positions, -1), axis=1)
+    # The same numbers by a product. The gradient of a gather has axes in another order, in which
+    # XLA then computes, and transposes, what is before it.
+    return ops.matmul(ops.one_hot(positions, sequence.shape[1], dtype=sequence.dtype), sequence)
 
 
 def _head_of(model: keras.Model) -> Any:

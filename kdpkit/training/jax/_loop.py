@@ -31,6 +31,7 @@ from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_grouped_convolutions, reject_local_statistics
 from kdpkit.training.jax._lookups import without_padding
+from kdpkit.training.jax._moments import of_constant_means
 from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
 
@@ -224,7 +225,7 @@ class JaxSteps(Steps):
 
         def forward(trainable: list[jax.Array]) -> Any:
             random = by_position(micro_batch) if is_part else contextlib.nullcontext()
-            with random, without_padding(self.strategy):
+            with random, without_padding(self.strategy), of_constant_means():
                 (parts, sums), updated = self._variables.run(
                     state._replace(trainable=trainable),
                     lambda: self._forward(batch, micro_batch.num_examples, training=True),
