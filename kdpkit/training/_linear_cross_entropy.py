@@ -131,9 +131,7 @@ def _over_chunks(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[An
     size in a loop. On TensorFlow their operations are repeated, because XLA computes what is in a
     loop on one core of a CPU.
     """
-    equal = math.ceil(size / math.ceil(size / chunk_size))
-    aligned = math.ceil(equal / _ALIGNED) * _ALIGNED
-    chunk_size = aligned if aligned <= chunk_size else equal
+    chunk_size = _chunk_length(size, chunk_size)
     parts, start = [], 0
     if keras.backend.backend() == "jax":
         import jax
@@ -155,6 +153,13 @@ def _over_chunks(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[An
             carry, part = body(carry, first, min(chunk_size, size - first))
         parts.append(part)
     return carry, [ops.concatenate(tensors, axis=0) for tensors in zip(*parts, strict=True)]
+
+
+def _chunk_length(size: int, chunk_size: int) -> int:
+    """Return the tokens of each chunk but the last, with which all have about as many."""
+    equal = math.ceil(size / math.ceil(size / chunk_size))
+    aligned = math.ceil(equal / _ALIGNED) * _ALIGNED
+    return aligned if aligned <= chunk_size else equal
 
 
 def _first_equal(logits: Tensor, highest: Tensor) -> Tensor:

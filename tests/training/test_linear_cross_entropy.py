@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from keras import ops
 
 from kdpkit.training import linear_cross_entropy
+from kdpkit.training._linear_cross_entropy import _chunk_length
 
 ON_JAX = keras.backend.backend() == "jax"
 
@@ -91,6 +92,14 @@ def test_predictions_are_the_most_probable_tokens_and_shapes_stay():
     loss = linear_cross_entropy(hidden, kernel, labels, chunk_size=4)
     np.testing.assert_array_equal(loss.predictions, (hidden @ kernel.T).argmax(axis=-1))
     assert tuple(loss.losses.shape) == (2, 3)
+
+
+@given(size=st.integers(1, 60_000), chunk_size=st.integers(1, 4200))
+def test_chunks_are_about_equal_no_longer_than_asked_for_and_aligned(size, chunk_size):
+    length, least = _chunk_length(size, chunk_size), -(-size // -(-size // chunk_size))
+    assert least <= length <= min(chunk_size, least + 7)
+    assert length % 8 == 0 or chunk_size % 8
+    assert _chunk_length(50_257, 4096) == 3872  # of GPT-2, in 13 chunks
 
 
 def test_tokens_of_probability_zero_may_fill_a_chunk():

@@ -728,3 +728,30 @@ def test_an_operation_that_xla_does_not_have_is_named():
     loop = loop_on(1, build, jit_compile=True)
     with pytest.raises(ValueError, match="XLA cannot compile.*PyFunc.*Use `jit_compile=False`"):
         loop.fit(batches(), epochs=1, verbose=0)
+
+
+@pytest.mark.jax
+def test_variances_are_differentiated_with_a_pass_less_over_the_input_to_the_same_gradient():
+    from kdpkit.training.jax import _moments
+
+    x, weights = np.random.default_rng(0).normal(size=(2, 40, 5)).astype("float32")
+
+    def loss(x):
+        mean, variance = keras.ops.moments(x, axes=[0])
+        return (weights[0] * variance + weights[1] * mean).sum()
+
+    def passes():
+        return str(jax.make_jaxpr(jax.grad(lambda x: loss(x)))(x)).count("reduce_sum")
+
+    class Watching(layers.Layer):
+        def call(self, x):
+            counts.append(passes())
+            return x
+
+    plain, counts = jax.grad(loss)(x), [passes()]
+    model = keras.Sequential([keras.Input((5,)), Watching(), layers.Dense(1)])
+    loop = TrainingLoop(model, optimizer="sgd", loss="mse")
+    loop.fit(ArrayBatches((x, x[:, :1]), global_batch_size=8), epochs=1, verbose=0)
+    assert counts[-1] < counts[0] == passes()
+    with _moments.of_constant_means():
+        np.testing.assert_allclose(jax.grad(loss)(x), plain, rtol=0, atol=1e-6)

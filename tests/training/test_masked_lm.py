@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kdpkit import batches, training
+from kdpkit.training import _masked_lm
 
 VOCABULARY, LENGTH, MASKED, EXAMPLES = 53, 12, 3, 10
 
@@ -93,6 +94,16 @@ def test_it_trains_what_a_loop_over_all_logits_trains(capfd):
     assert ours.keys() == history.keys()
     for name, values in history.items():
         assert ours[name] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_states_at_positions_are_those_that_a_gather_takes(dtype):
+    numbers = np.random.default_rng(0).normal(size=(3, 7, 4))
+    states = keras.ops.cast(keras.ops.array(numbers, "float32"), dtype)
+    positions = keras.ops.array([[0, 6], [2, 2], [5, 1]], "int32")
+    taken = keras.ops.take_along_axis(states, positions[..., None], axis=1)
+    found = _masked_lm._at_positions(states, positions)
+    np.testing.assert_array_equal(*(keras.ops.cast(of, "float32") for of in (found, taken)))
 
 
 def test_models_whose_logits_it_does_not_know_raise():
