@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from kdpkit import sharding
-from kdpkit._internal import versions
+from kdpkit._internal import shards, versions
 from kdpkit._internal.shards import batch_shards
 from kdpkit.batches._array_batches import num_examples
 from kdpkit.sharding._batches import by_examples, replicated
@@ -84,13 +84,7 @@ class StepMemory:
         strategy: Any = sharding.DataParallel(replicas, shard=shard)
         if model > 1:
             strategy = sharding.ModelParallel(replicas, model=model, shard=shard)
-        steps, state, batch = self._with(strategy, accumulation, remat)
-        lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
-        on_cpu = steps.strategy.devices.flat[0].platform == "cpu"
-        if on_cpu:
-            versions.check_memory_can_be_planned()
-        options = _FOR_REMAT if remat else _FOR_MEMORY
-        program = lowered.compile(compiler_options=options if on_cpu else None)
+        program, state, batch = self.compiled(strategy, accumulation=accumulation, remat=remat)
         analysis = program.memory_analysis()
         working = analysis.temp_size_in_bytes + max(
             0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -107,9 +101,21 @@ class StepMemory:
             "operations": program.cost_analysis()["flops"],
         }
 
+    def compiled(
+        self, strategy: Any, *, accumulation: int = 1, remat: bool = False
+    ) -> tuple[Any, State, Any]:
+        """Compile the step for a strategy or a mesh; return it, and the shapes of its arguments."""
+        steps, state, batch = self._with(strategy, accumulation, remat)
+        lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
+        if steps.strategy.devices.flat[0].platform != "cpu":
+            return lowered.compile(), state, batch
+        versions.check_memory_can_be_planned()
+        options = _FOR_REMAT if remat else _FOR_MEMORY
+        return lowered.compile(compiler_options=options), state, batch
+
     def _with(
         self,
-        strategy: sharding.DataParallel | sharding.ModelParallel,
+        strategy: sharding.DataParallel | sharding.ModelParallel | Mesh,
         accumulation: int,
         remat: bool,
     ) -> tuple[JaxSteps, State, Any]:
@@ -125,7 +131,7 @@ class StepMemory:
         if isinstance(strategy, sharding.ModelParallel):
             for variable, layout in strategy.layouts_of(steps.model):
                 variable._layout = layout
-        steps._variables = Variables(strategy.shards)
+        steps._variables = Variables(shards.of(strategy, steps.strategy))
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy
         is_uneven = self.global_batch_size % batch_shards(mesh)
