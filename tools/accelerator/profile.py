@@ -23,7 +23,7 @@ MODELS = ("gpt2", "bert", "resnet")
 # The first that is in a name counts; what is in none is arithmetic of single numbers, fused.
 KINDS = {
     "attention": "fmha|sdpa|flash|attention",
-    "products": "gemm|nvjet|cublas|cutlass|triton_gemm|dot|conv|xmma|wgrad|dgrad|winograd|ynn",
+    "products": "gemm|nvjet|cublas|cutlass|dot|conv(?!ert)|xmma|wgrad|dgrad|winograd|ynn",
     "random numbers": "rng|threefry|random|shift|xor",
     "copies and transposes": "memcpy|memset|copy|transpose|concatenate|slice",
     "casts": "convert",
