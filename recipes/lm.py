@@ -7,10 +7,10 @@ Qwen3, Mistral, ...), of which `--lora RANK` trains small matrices beside the fr
 takes memory can be left out without changing what is trained: the logits of all positions are not
 held, `--remat` computes activations again in the backward pass, `--accumulation` splits a batch,
 and on JAX (KERAS_BACKEND=jax) `--shard` shards the optimizer's variables or all, and devices share
-the model by `--model-parallel`. The first line that is printed says which attention runs: a GPU has
-a fused one on JAX with `--precision mixed_bfloat16`, and without `--dropout`. `--data` is as in
-bert_mlm.py, or a file of JSON lines like {"prompt": "...", "answer": "..."}: then the loss is that
-of the answers alone.
+the model by `--model-parallel`. A line before the first epoch says which attention runs: a GPU has
+one that is fused on JAX, with `--precision mixed_bfloat16` and without `--dropout`. `--data` is as
+in bert_mlm.py, or a file of JSON lines like {"prompt": "...", "answer": "..."}: then the loss is
+that of the answers alone.
 """
 
 from kdpkit import experiment
@@ -23,7 +23,7 @@ add("--preset", help="a KerasHub name such as gemma3_1b, or a preset directory")
 add("--lora", type=positive, metavar="RANK", help="train matrices of this rank, and biases")
 add("--layers", type=positive, default=2, help="each of 4 attention heads")
 add("--width", type=positive, default=128, help="of the layers, a multiple of 4")
-add("--dropout", type=float, default=0.0, help="of a model from scratch")
+add("--dropout", type=float, choices=(0.0, 0.1, 0.2), default=0.0, help="from scratch")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=64, help="tokens in a sequence")

@@ -5,7 +5,7 @@ Private parts of Keras that training needs are in `kdpkit.training.tensorflow._k
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import keras
@@ -123,6 +123,26 @@ def compile_settings(model: keras.Model) -> dict[str, Any]:
         reject_unknown("Model._compile_config")
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: settings[name] for name in names} | {"optimizer": model.optimizer}
+
+
+@contextlib.contextmanager
+def unbuilt_losses(model: keras.Model) -> Iterator[None]:
+    """Leave the losses of a model as they are, which `compute_loss` builds at its first call.
+
+    Keras' `fit` builds a model whose losses are not built, and draws a first order of the examples.
+    """
+    losses: Any = getattr(model, "_compile_loss", None)
+    if losses is None:
+        yield
+        return
+    copied = object.__new__(type(losses))  # its own copy would be one that was saved and loaded
+    for name, value in vars(losses).items():
+        object.__setattr__(copied, name, [*value] if isinstance(value, list) else value)
+    model._compile_loss = copied
+    try:
+        yield
+    finally:
+        model._compile_loss = losses
 
 
 def forget_metrics(model: keras.Model) -> None:

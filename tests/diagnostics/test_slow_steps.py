@@ -150,7 +150,7 @@ def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
     report = check_input((TOKENS, TOKENS), model=model, batch_size=16)
     (finding,) = (each for each in report.findings if each.rule == "logits")
     assert not report.clean
-    assert "20,000 tokens are held at 8,192 positions" in finding.problem
+    assert "20,000 tokens are held at 8,192 positions at once" in finding.problem
     assert f"{20_000 * 8192 * 8 / 2**30:.3g} GiB" in finding.problem
     assert "logits" not in found(ChunkedLoop(model, optimizer="adam"))
     assert "logits" not in found(language_model(size=100))
@@ -217,6 +217,67 @@ def test_programs_of_others_are_clean():
             assert not {each.rule for each in report.findings} & STEP, (program.name, str(report))
             checked += "step" in report.checked
     assert checked >= (10 if IS_JAX else 20)
+
+
+def test_a_check_changes_nothing_of_what_is_trained_later():
+    def trained(*, checked):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), layers.Dropout(0.5), layers.Dense(4)])
+        model.compile("adam", CROSS_ENTROPY)
+        x = np.random.default_rng(0).normal(size=(50, 8)), np.arange(50) % 4  # also in float64
+        if checked:
+            assert check_input(x, model=model).checked[-1] == "step"
+        return model.fit(*x, epochs=2, verbose=0).history["loss"]
+
+    assert trained(checked=True) == trained(checked=False)
+
+
+def test_what_a_tokenizer_has_prepared_is_not_prepared_again():
+    class Task(keras.Model):
+        preprocessed = 0
+
+        def preprocess_samples(self, *_):
+            self.preprocessed += 1
+            return {"ids": np.ones((2, 3), "float32")}, np.zeros((2, 1), "float32")
+
+    ids = keras.Input((3,), name="ids")
+    model = Task({"ids": ids}, layers.Dense(1)(ids))
+    model.compile("sgd", "mse")
+    for x, count in ((np.array(["a", "b"]), 1), ({"ids": np.ones((2, 3), "float32")}, 1)):
+        assert check_input((x, np.zeros((2, 1))), model=model, batch_size=2).clean
+        assert model.preprocessed == count
+
+
+def test_an_attention_beside_a_dropout_of_its_shape_and_scores_after_an_ellipsis():
+    inputs = keras.Input((512, 512))
+    x = layers.Dropout(0.1)(inputs)
+    x = layers.Lambda(lambda x: ops.softmax(ops.einsum("...td,...sd->...ts", x, x)) @ x)(x)
+    model = keras.Model(inputs, layers.Dense(512, "mish")(x))
+    model.compile("adam", "mse")
+    batch = (np.zeros((32, 512, 512), "float32"),) * 2
+    finding = found(model, CPU, batch)["attention"]
+    assert "dropped" not in finding.problem
+    assert f"and {32 * 512**2 * 4 / 2**20:.0f} MiB of" in finding.problem
+
+
+def test_shifted_logits_are_found_and_outputs_that_are_no_vocabulary_are_not():
+    tokens = keras.Input((128,), dtype="int32")
+    logits = layers.Dense(20_000)(layers.Embedding(20_000, 8)(tokens))
+    batch = np.zeros((16, 128), "int32"), np.zeros((16, 127), "int32")
+    model = keras.Model(tokens, logits[:, :-1])
+    model.compile("adam", CROSS_ENTROPY)
+    assert "at 2,032 positions at once" in found(model, CPU, batch)["logits"].problem
+    pixels = keras.Sequential([keras.Input((8,)), layers.Dense(12_288, "sigmoid")])
+    pixels.compile("adam", "binary_crossentropy")
+    assert found(pixels, CPU, (np.zeros((512, 8)), np.zeros((512, 12_288)))) == {}
+
+
+def test_a_table_that_a_batch_looks_little_up_in_is_no_small_batch():
+    items = keras.Input((1,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(600_000, 32)(items))
+    model = keras.Model(items, layers.Dense(1)(layers.Dense(64)(x)))
+    model.compile("adam", "mse")
+    assert found(model, CPU, (np.zeros((256, 1), "int32"), np.zeros((256, 1)))) == {}
 
 
 def test_a_step_that_raises_is_a_finding_and_one_of_its_own_is_not_looked_at():

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
+from kdpkit._internal import versions
 from kdpkit.diagnostics._doctor import training_step
 
 _OF_NO_LAYER = re.compile(r"/?(?:[^/]*->|vmap|einsum|Tensordot|MatMul)")
+_DIGITS = "0123456789"  # for the axes of an ellipsis
 _FUSED = ("dot_product_attention", "splash", "flash")  # in the names of JAX's kernels
 
 
@@ -17,7 +20,8 @@ class Operation(NamedTuple):
     """One operation of the forward pass.
 
     Attributes:
-        kind: `"product"` of matrices, `"softmax"`, `"random"` numbers, or `"fused"` attention.
+        kind: `"product"` of matrices, `"softmax"`, `"random"` numbers, `"fused"` attention, or
+            `"function"`, whose operations are not known.
         place: Its name, after those of the layers in which it is.
         shape: Of its result (of a softmax, of what it is computed from), without axes of size 1.
         dtype: Of its first input.
@@ -36,17 +40,19 @@ class Operation(NamedTuple):
 
     @property
     def layers(self) -> str:
-        """The layers in which it is, such as `"functional/dense"`."""
-        return _OF_NO_LAYER.split(self.place)[0]
+        """The last two of the layers in which it is, such as `"block_0/attention"`."""
+        return "/".join(_OF_NO_LAYER.split(self.place)[0].split("/")[-2:])
 
 
 def traced(trainer: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
-    if hasattr(trainer, "preprocess_samples"):  # as `fit` of KerasHub's models does
-        batch = trainer.preprocess_samples(*keras.utils.unpack_x_y_sample_weight(batch))
+    batch = _as_fit_passes_it(trainer, batch)
     if keras.backend.backend() == "jax":
         import jax
 
+        batch = jax.tree.map(
+            lambda part: part if isinstance(part, jax.ShapeDtypeStruct) else np.asarray(part), batch
+        )
         variables = training_step.model_of(trainer).variables
 
         def losses(values: list[jax.Array], batch: Any) -> Any:
@@ -64,11 +70,31 @@ def traced(trainer: Any, batch: Any) -> list[Operation]:
     return [*_of_graph(function.get_concrete_function(specs).graph)]
 
 
+def _as_fit_passes_it(trainer: Any, batch: Any) -> Any:
+    """Prepare a batch as `fit` of KerasHub's models does, and cast arrays as Keras' does."""
+    if training_step.is_loop(trainer):
+        return batch
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    names = getattr(trainer, "input", None)  # a subclass has none
+    is_prepared = isinstance(names, dict) and isinstance(parts[0], dict) and {*names} <= {*parts[0]}
+    if hasattr(trainer, "preprocess_samples") and not is_prepared:
+        batch = trainer.preprocess_samples(*parts)
+
+    def cast(part: Any) -> Any:
+        is_wide = isinstance(part, np.ndarray) and part.dtype == "float64"
+        return part.astype(keras.config.floatx()) if is_wide else part
+
+    return keras.tree.map_structure(cast, batch)
+
+
 def _losses(trainer: Any, batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if training_step.is_loop(trainer):
-        return trainer.per_example_loss(x, y, training=True)[0]
-    return trainer.compute_loss(x, y, trainer(x, training=True), sample_weight, training=True)
+        losses, _predictions = trainer.per_example_loss(x, y, training=True)
+        return losses
+    outputs = trainer(x, training=True)
+    with versions.unbuilt_losses(trainer):
+        return trainer.compute_loss(x, y, outputs, sample_weight, training=True)
 
 
 def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[Operation]:
@@ -92,9 +118,10 @@ def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[Operation]:
         elif name == "conv_general_dilated":
             inner = math.prod(shapes[1]) // shapes[1][params["dimension_numbers"].rhs_spec[0]]
             yield Operation("product", place, shape, dtype, inner, times=times)
-        elif name in ("exp", "random_bits"):
-            kind = "softmax" if name == "exp" else "random"
-            yield Operation(kind, place, shape, dtype, times=times)
+        elif name == "random_bits":
+            yield Operation("random", place, shape, dtype, times=times)
+        elif name == "reduce_max" and params["axes"] == (len(shapes[0]) - 1,):
+            yield Operation("softmax", place, _squeezed(shapes[0]), dtype, times=times)
         for part in jax.tree.leaves(params, is_leaf=_is_program):
             if _is_program(part):
                 yield from of_jaxpr(part, times * params.get("length", 1))
@@ -110,6 +137,8 @@ def _of_graph(graph: Any) -> Iterator[Operation]:
         kind, place, inputs, outputs = (
             getattr(operation, name) for name in ("type", "name", "inputs", "outputs")
         )
+        if kind.endswith(("While", "If", "PartitionedCall")):
+            yield Operation("function", place, (), "")
         shapes = [tuple(part.shape) for part in inputs if part.shape.is_fully_defined()]
         if not (inputs and outputs and outputs[0].shape.is_fully_defined()):
             continue
@@ -123,13 +152,14 @@ def _of_graph(graph: Any) -> Iterator[Operation]:
         elif kind == "Einsum" and len(shapes) == 2:
             terms, result = operation.get_attr("equation").decode().split("->")
             left, right = terms.split(",")
-            sizes = zip(left, shapes[0], strict=True)
-            inner = math.prod(size for letter, size in sizes if letter not in result)
+            rest = _DIGITS[: len(shapes[0]) - len(left.replace("...", ""))]
+            sizes = zip(left.replace("...", rest), shapes[0], strict=True)
+            inner = math.prod(size for letter, size in sizes if letter not in result + _DIGITS)
             is_batched = bool({*left} & {*right} & {*result})
             yield Operation("product", place, shape, dtype, inner, is_batched)
         elif kind == "Conv2D":
             yield Operation("product", place, shape, dtype, math.prod(shapes[1][:-1]))
-        elif kind == "Exp" or "Softmax" in kind:
+        elif "Softmax" in kind:
             yield Operation("softmax", place, _squeezed(shapes[0]), dtype)
         elif "RandomUniform" in kind:
             yield Operation("random", place, shape, dtype)

@@ -49,8 +49,8 @@ def check_input(
 ) -> Report:
     """Find mistakes in the data of a training, without training.
 
-    The stages of a `tf.data` pipeline are read by `kdpkit.pipelines.lint`, which has the rules, and
-    not run. Of arrays all values are looked at, of another dataset those of the first batch:
+    The stages of a `tf.data` pipeline are read by `kdpkit.pipelines.lint`, which has the rules. Of
+    arrays all values are looked at, of another dataset those of the first batch:
 
     - `not-finite`: NaN or infinite values.
     - `labels`: labels that the loss does not take, or of another shape than the model's output.
@@ -58,8 +58,9 @@ def check_input(
     - `uneven-batch`, `short-batch`, `runs-out`: batches that the replicas do not divide, a last
       batch of few examples, and fewer batches than steps.
 
-    If that finds nothing, the step of the model is traced on the first batch, and the model built
-    if it is not; a `train_step` of one's own is not looked at:
+    If that finds nothing, the step of the model is traced on the first batch, for which
+    `Dataset.shuffle` draws an order; a model that is not built is, as by a `fit` of no epochs.
+    A `train_step` or `fit` of one's own, `run_eagerly` and batches that are not dense are left out:
 
     - `step`: it raises.
     - `attention`: all its scores are computed, where a GPU or TPU has a kernel that keeps none.
@@ -100,8 +101,7 @@ def check_input(
     checked = [*data]
     if training_step.can_be_traced(model) and check_results.are_notes(findings):
         first = batches.batches_of(dataset, batch_size)
-        # Keras builds no model for ragged tensors before its first step.
-        if training_step.model_of(model).built or all(part.is_dense for part in first.parts):
+        if all(part.is_dense for part in first.parts):
             findings += slow_steps.findings(model, first.first)
             checked.append("step")
     return Report(check_results.in_order(findings), tuple(checked))

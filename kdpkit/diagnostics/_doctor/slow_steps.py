@@ -9,13 +9,14 @@ import keras
 from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
 from kdpkit.batches._array_batches import num_examples
-from kdpkit.diagnostics._doctor import batches, operations, training_step
+from kdpkit.diagnostics._doctor import operations, training_step
 from kdpkit.diagnostics._doctor.operations import Operation
 
 _LONG = 512  # positions, from which on attention that computes no scores is faster
 _LARGE_VOCABULARY = 8192
 _LARGE = 32 * 2**20  # bytes that are worth a finding
 _MANY_WEIGHTS = 64 * 2**20  # bytes; an update of fewer takes no time
+_MOST_LARGER = 64  # times the examples, than which no batch is proposed
 _MANY_FLOPS = 1e11  # a step of fewer is not limited by them
 _BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}  # of a number; others have 4
 _MIXED = 'Call `keras.config.set_dtype_policy("mixed_bfloat16")` before the model is built.'
@@ -75,7 +76,7 @@ def findings(trainer: Any, batch: Any) -> list[Finding]:
     try:
         if not training_step.model_of(trainer).built:
             training_step.build(trainer, batch)
-        return [*of_step(trainer, batches.as_arrays(batch))]
+        return [*of_step(trainer, batch)]
     except Exception as error:  # tracing runs the user's code, which may raise anything
         problem = f"The training fails: {checks.reason_of(error)}"
         return [Finding("step", "error", "train", problem, "Train one batch, and mend that first.")]
@@ -85,29 +86,34 @@ def of_step(trainer: Any, batch: Any, device: Device | None = None) -> Iterator[
     """Yield what makes the steps of a model or loop slow, which is built and can be traced."""
     model, device = training_step.model_of(trainer), device or this_device()
     traced = operations.traced(trainer, batch)
-    yield from _of_attention(traced, device, model.name)
-    yield from _of_logits(traced, model.name)
+    is_loop = training_step.is_loop(trainer)
+    parts = trainer.accumulation if is_loop else 1
+    yield from _of_attention(traced, device, model.name, parts, is_loop and trainer.remat)
+    yield from _of_logits(traced, model.name, parts)
     yield from _of_precision(traced, device, model.name)
     yield from _of_batch(traced, device, trainer, num_examples(batch))
 
 
 def scores_of(traced: Sequence[Operation]) -> list[Scores]:
     """Return the attentions: softmaxes of products whose both matrices belong to an example."""
-    drawn = {each.shape for each in traced if each.kind == "random"}
     products: dict[int, Operation] = {}  # the last of each size
-    found = []
+    found: list[Scores] = []
+    is_open = False  # whether the product of the last scores and the values is still to come
     for each in traced:
         size = math.prod(each.shape)
         if each.kind == "product" and each.is_batched:
-            products[size] = each
+            products[size], is_open = each, False
         elif each.kind == "softmax" and len(each.shape) > 1 and size in products:
-            found.append(Scores(products[size], each.shape, each.shape in drawn))
+            found.append(Scores(products[size], each.shape, has_dropout=False))
+            is_open = True
+        elif each.kind == "random" and is_open and each.shape == found[-1].shape:
+            found[-1] = found[-1]._replace(has_dropout=True)
     return found
 
 
 def attention_of(trainer: Any, batch: Any) -> str:
     """Return in one line how a model computes attention, and why not by a fused kernel."""
-    device, traced = this_device(), operations.traced(trainer, batches.as_arrays(batch))
+    device, traced = this_device(), operations.traced(trainer, batch)
     fused = sum(each.times for each in traced if each.kind == "fused")
     parts = [f"fused in {_layers(fused)}"] if fused else []
     for why, group in _by_reason(scores_of(traced), device).items():
@@ -132,10 +138,13 @@ def _layers(count: int) -> str:
     return f"{count} layer{'s' * (count > 1)}"
 
 
-def _of_attention(traced: Sequence[Operation], device: Device, name: str) -> Iterator[Finding]:
+def _of_attention(
+    traced: Sequence[Operation], device: Device, name: str, parts: int, remat: bool
+) -> Iterator[Finding]:
+    """Yield attentions of which a batch in parts keeps scores, with `remat` those of one layer."""
     long = [scores for scores in scores_of(traced) if min(scores.shape[-2:]) >= _LONG]
     for (reason, remedy), group in _by_reason(long, device).items():
-        size = sum(scores.kept_bytes for scores in group)
+        size = sum(scores.kept_bytes for scores in group[: 1 if remat else None]) // parts
         if size < _LARGE or not remedy:
             continue
         problem = (
@@ -156,16 +165,15 @@ def _why(scores: Scores, device: Device) -> tuple[str, str]:
     if scores.has_dropout:
         return (
             "some of them are dropped",
-            "Build the attention with `dropout=0.0`, as language models are pretrained today. That "
-            "trains less regularized.",
+            "Build the attention with `dropout=0.0`, which trains less regularized.",
         )
     if keras.config.is_flash_attention_enabled() is False:
         return "fused attention is disabled", "Call `keras.config.enable_flash_attention()`."
     if _OF_JAX_NN not in product.place:
         return (
             "the layer computes them itself",
-            "Compute it by `keras.ops.dot_product_attention(query, key, value, is_causal=True)`; "
-            "KerasHub's Gemma does so on a GPU by itself.",
+            "Compute it by `keras.ops.dot_product_attention(query, key, value)`, with the heads as "
+            "third axis, in a decoder with `is_causal=True`; KerasHub's Gemma does so on a GPU.",
         )
     if device.platform != "tpu" and product.dtype not in ("float16", "bfloat16"):
         return f"the kernels of GPUs do not take {product.dtype}", _MIXED
@@ -189,20 +197,21 @@ def _why(scores: Scores, device: Device) -> tuple[str, str]:
     return "", ""
 
 
-def _of_logits(traced: Sequence[Operation], name: str) -> Iterator[Finding]:
+def _of_logits(traced: Sequence[Operation], name: str, parts: int) -> Iterator[Finding]:
     products = {
-        (math.prod(each.shape), each.shape[-1]): each
+        each.shape[-1]: each
         for each in traced
         if each.kind == "product" and not each.is_batched and each.shape
     }
     for each in traced:
         *positions, tokens = each.shape or (0,)
-        product = products.get((math.prod(each.shape), tokens))
+        product = products.get(tokens)
         if each.kind == "softmax" and tokens >= _LARGE_VOCABULARY and product is not None:
-            size = math.prod(each.shape) * (4 + _BYTES.get(product.dtype, 4))
+            count = math.prod(positions) * each.times // parts
+            size = tokens * count * (4 + _BYTES.get(product.dtype, 4))
             problem = (
-                f"The logits of all {tokens:,} tokens are held at {math.prod(positions):,} "
-                f"positions of a batch, and their probabilities: {_amount(size)}."
+                f"The logits of all {tokens:,} tokens are held at {count:,} "
+                f"positions at once, and their probabilities: {_amount(size)}."
             )
             remedy = (
                 "Compute the loss in chunks, by `kdpkit.training.linear_cross_entropy` in a loop, "
@@ -227,12 +236,17 @@ def _of_batch(
     traced: Sequence[Operation], device: Device, trainer: Any, examples: int
 ) -> Iterator[Finding]:
     model = training_step.model_of(trainer)
+    if any(each.kind == "function" for each in traced) or (
+        model.optimizer and model.optimizer.gradient_accumulation_steps
+    ):
+        return
     weights = _size_of(model.trainable_variables)
     states = _size_of(model.optimizer.variables) if model.optimizer else 0
     moved = 5 * weights + 2 * states  # read twice, gradients written and read, then an update
     flops = 3 * _flops(traced)  # with those of the backward pass
     least = device.balance * moved * training_step.num_devices(trainer)
-    if weights >= _MANY_WEIGHTS and 0 < flops < least:
+    # With more the weights are tables, most of which a batch does not look up.
+    if weights >= _MANY_WEIGHTS and least / _MOST_LARGER < flops < least:
         problem = (
             f"Each step moves {_amount(moved)} to update the weights, which takes longer than the "
             f"products of {examples:,} examples."

@@ -92,7 +92,7 @@ def check_speed(
             stage = None
             findings: list[Finding] = []
             if training_step.can_be_traced(model):
-                findings += slow_steps.of_step(model, batches.as_arrays(first))
+                findings += slow_steps.of_step(model, first)
             if batches.is_tf_dataset(dataset):
                 from kdpkit.pipelines import _measure  # TensorFlow is there
 

@@ -39,7 +39,11 @@ def can_be_traced(trainer: Any) -> bool:
     """Return whether it has a training step, and that of Keras or a loop."""
     if not isinstance(trainer, keras.Model):
         return is_loop(trainer)
-    return trainer.compiled and type(trainer).train_step is keras.Model.train_step
+    kind, of_keras = type(trainer), keras.Model
+    has_own = kind.train_step is not of_keras.train_step or (
+        kind.fit is not of_keras.fit and not hasattr(trainer, "preprocess_samples")
+    )
+    return trainer.compiled and not trainer.run_eagerly and not has_own
 
 
 def is_exact(trainer: Any) -> bool:
