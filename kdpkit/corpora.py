@@ -30,6 +30,7 @@ from kdpkit._internal import checks, storage
 __all__ = ["learn_vocabulary", "load_images", "load_pairs", "load_text"]
 
 _HELD_OUT = 0.05  # the fraction of lines or words for validation, and for test
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _DOWNLOADED = ("mnist", "fashion_mnist")
@@ -244,22 +245,16 @@ def _documentation(path: Path) -> Iterator[str]:
         warnings.simplefilter("ignore")  # modules may have invalid string escapes
         tree = ast.parse(path.read_bytes())
     holds_topics = path.parts[-2:] == ("pydoc_data", "topics.py")
-    for text in map(_topic if holds_topics else _docstring, ast.walk(tree)):
+    for node in ast.walk(tree):
+        if holds_topics:
+            value = getattr(node, "value", None)
+            text = value if isinstance(value, str) and "\n" in value else ""
+        else:
+            text = (isinstance(node, _DOCUMENTED) and ast.get_docstring(node)) or ""
         for paragraph in re.split(r"\n\s*\n", text):
             line = " ".join(paragraph.split())
             if not line.startswith(">>>") and any(map(str.isalpha, line)):
                 yield line
-
-
-def _docstring(node: ast.AST) -> str:
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return ast.get_docstring(node) or ""
-    return ""
-
-
-def _topic(node: ast.AST) -> str:
-    text = getattr(node, "value", None)
-    return text if isinstance(text, str) and "\n" in text else ""
 
 
 def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:

@@ -210,10 +210,9 @@ def warmup_polynomial(
     Raises:
         ValueError: A warmup that leaves the decay no step, or a rate or power out of range.
     """
-    peak, end_learning_rate = _falling_rates(peak, end_learning_rate)
+    peak, end, decay_steps = _checked(peak, end_learning_rate, total_steps, warmup_steps)
     power = checks.number("power", power, above=0)
-    decay_steps = _steps_after_warmup(total_steps, warmup_steps)
-    decay = PolynomialDecay(peak, decay_steps, end_learning_rate, power=power)
+    decay = PolynomialDecay(peak, decay_steps, end, power=power)
     return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
 
 
@@ -238,9 +237,8 @@ def warmup_cosine(
     Raises:
         ValueError: A warmup that leaves the decay no step, or a rate out of range.
     """
-    peak, end_learning_rate = _falling_rates(peak, end_learning_rate)
-    decay_steps = _steps_after_warmup(total_steps, warmup_steps)
-    decay = CosineDecay(peak, decay_steps, alpha=end_learning_rate / peak)
+    peak, end, decay_steps = _checked(peak, end_learning_rate, total_steps, warmup_steps)
+    decay = CosineDecay(peak, decay_steps, alpha=end / peak)
     return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
 
 
@@ -260,8 +258,14 @@ def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: No schedule, or a step that is no integer of at least 0.
     """
-    schedule = _schedule("schedule", schedule)
-    return ops.convert_to_numpy(_rates(schedule, ops.convert_to_tensor(_step_numbers(steps))))
+    schedule, numbers = _schedule("schedule", schedule), ops.convert_to_tensor(_step_numbers(steps))
+    # Nearly every schedule takes a vector as it takes a scalar. One with a condition in it, such as
+    # `CosineDecay` with `warmup_target`, does not, and is mapped, which is slow.
+    with contextlib.suppress(Exception):  # an error of the schedule itself is raised again below
+        rates = _rate(schedule, numbers)
+        if rates.shape == numbers.shape:
+            return ops.convert_to_numpy(rates)
+    return ops.convert_to_numpy(ops.vectorized_map(lambda step: _rate(schedule, step), numbers))
 
 
 def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = None) -> "Axes":
@@ -296,12 +300,10 @@ def _schedule(name: str, value: Rate) -> Rate:
     return checks.number(name, value, minimum=0)
 
 
-def _falling_rates(peak: float, end_learning_rate: float) -> tuple[float, float]:
+def _checked(peak: Any, end: Any, total_steps: Any, warmup_steps: Any) -> tuple[float, float, int]:
+    """Return the first rate of a decay after a warmup, its last rate and its steps."""
     peak = checks.number("peak", peak, above=0)
-    return peak, checks.number("end_learning_rate", end_learning_rate, minimum=0, maximum=peak)
-
-
-def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
+    end = checks.number("end_learning_rate", end, minimum=0, maximum=peak)
     total = checks.integer("total_steps", total_steps)
     warmup = checks.integer("warmup_steps", warmup_steps, minimum=0)
     if warmup >= total:
@@ -311,7 +313,7 @@ def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
             warmup_steps=warmup,
             remedy="`total_steps` includes the warmup; use a shorter warmup.",
         )
-    return total - warmup
+    return peak, end, total - warmup
 
 
 def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
@@ -328,19 +330,6 @@ def _count(step: Any) -> Any:
     step = ops.convert_to_tensor(step)
     fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
     return step if fractional else ops.cast(step, "int")
-
-
-def _rates(schedule: Rate, steps: Any) -> Any:
-    """Compute the rates at a vector of steps.
-
-    Nearly every schedule takes a vector as it takes a scalar. One with a condition in it, such as
-    `CosineDecay` with `warmup_target`, does not, and is mapped, which is slow.
-    """
-    with contextlib.suppress(Exception):  # an error of the schedule itself is raised again below
-        rates = _rate(schedule, steps)
-        if rates.shape == steps.shape:
-            return rates
-    return ops.vectorized_map(lambda step: _rate(schedule, step), steps)
 
 
 def _rate(schedule: Rate, step: Any) -> Any:

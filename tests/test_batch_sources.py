@@ -128,9 +128,11 @@ def epoch(source):
     return [dataset[index] for index in range(len(dataset))]
 
 
-def with_random_numbers():
-    generator = np.random.default_rng(0)
-    return grain.MapDataset.range(4).map(lambda x: x + generator.random())
+from_grain, NUMBERS, RANDOM = (
+    batches.from_grain,
+    grain.MapDataset.range(4),
+    np.random.default_rng(0),
+)
 
 
 @pytest.mark.parametrize(
@@ -143,44 +145,30 @@ def with_random_numbers():
         (lambda: batches.Source(4, lambda _: np.zeros(3)), "indices=2, examples=3"),
         (lambda: [[1, 2], [3]], r"one shape.*first=\[1, 2\]"),
         (lambda: of_columns(y=[1, None]), "missing values.*'y', missing=1"),
-        (
-            lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2),
-            "no array of numbers.*part='y'.*flatten",
-        ),
-        (
-            lambda: batches.from_datasets(datasets.DatasetDict(), x="a"),
-            r'split, such as `data\["tr',
-        ),
+        (lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2), "no array of n.*part='y'.*flatten"),
+        (lambda: batches.from_datasets(datasets.DatasetDict(), x="a"), r'split.*`data\["tr'),
         (lambda: of_columns(x=[[1.0], [2.0], [3.0, 4.0], [5.0, 6.0]]), "shape and the type.*'x'"),
         (
             lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x="b"),
             r"no such column.*'b', columns=\['a'\]",
         ),
         (lambda: datasets.Dataset.from_dict({"a": [1, 2]}), "no arrays.*from_datasets"),
-        (lambda: grain.MapDataset.range(4), "no arrays.*'RangeMapDataset'.*from_grain"),
-        (lambda: batches.from_grain(with_random_numbers()), "another one each time.*`augment`"),
+        (lambda: NUMBERS, "no arrays.*'RangeMapDataset'.*from_grain"),
         (
-            lambda: batches.from_grain(grain.MapDataset.range(4).filter(lambda x: x != 1)),
-            "filtered.*to_iter_dataset",
+            lambda: from_grain(NUMBERS.map(lambda x: x + RANDOM.random())),
+            "another one each time.*`augment`",
         ),
+        (lambda: from_grain(NUMBERS.filter(lambda x: x != 1)), "filtered.*to_iter_dataset"),
         (
-            lambda: batches.from_grain(grain.MapDataset.source([[1], [1, 2]]).map(np.array)),
+            lambda: from_grain(grain.MapDataset.source([[1], [1, 2]]).map(np.array)),
             "same parts, of the same shape.*Pad or cut",
         ),
+        (lambda: from_grain(NUMBERS.batch(2)), r"single.*'BatchMapDataset'.*Leave `.batch\(\)`"),
         (
-            lambda: batches.from_grain(grain.MapDataset.range(4).batch(2)),
-            r"single examples.*'BatchMapDataset'.*Leave `.batch\(\)`",
-        ),
-        (
-            lambda: batches.from_grain(
-                iter(grain.MapDataset.range(4).to_iter_dataset()), examples=4
-            ),
+            lambda: from_grain(iter(NUMBERS.to_iter_dataset()), examples=4),
             r"begin again.*`iter\(\)`",
         ),
-        (
-            lambda: batches.from_grain(grain.MapDataset.range(4).repeat()),
-            "how many examples.*Pass `examples`",
-        ),
+        (lambda: from_grain(NUMBERS.repeat()), "how many examples.*Pass `examples`"),
     ],
 )
 def test_data_that_cannot_be_batches_raise_a_sentence(make, sentence):

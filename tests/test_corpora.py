@@ -74,15 +74,11 @@ def test_modules_of_one_directory_go_to_one_split_without_tests_and_comments(lib
 # WikiText and text files
 
 
-def write_wikitext(folder, **files):
-    for name, lines in files.items():
-        (folder / f"wiki.{name}.tokens").write_text("".join(f" {line} \n \n" for line in lines))
-    return folder
-
-
 def test_wikitext_reads_its_three_files(tmp_path):
-    folder = write_wikitext(tmp_path, train=["a b", "c"], valid=["d"], test=["e", "f"])
-    assert corpora.load_text(folder) == corpora.TextSplits(("a b", "c"), ("d",), ("e", "f"))
+    for name, lines in {"train": ["a b", "c"], "valid": ["d"], "test": ["e", "f"]}.items():
+        text = "".join(f" {line} \n \n" for line in lines)
+        (tmp_path / f"wiki.{name}.tokens").write_text(text)
+    assert corpora.load_text(tmp_path) == corpora.TextSplits(("a b", "c"), ("d",), ("e", "f"))
 
 
 line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).map(

@@ -12,6 +12,7 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,16 +142,10 @@ def trained(flags, *, epochs=2):
 
     record = experiment.Recorder(args, model, mirrored, plan, tokens_per_example=5)
     record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
-    x, y = toy_classification(80)
-    data = record.resumed(pipelines.train_pipeline(dataset(x, y), global_batch_size=8))
+    examples = tf.data.Dataset.from_tensor_slices(toy_classification(80))
+    data = record.resumed(pipelines.train_pipeline(examples, global_batch_size=8))
     model.fit(data, epochs=epochs, verbose=record.verbose, callbacks=record.callbacks)
     return record.results(test={"loss": np.float32(0.5), "worst": math.nan}), written
-
-
-def dataset(x, y):
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices((x, y))
 
 
 def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):

@@ -126,14 +126,6 @@ def test_a_plot_holds_the_rates():
     pyplot.close(axes.figure)
 
 
-def linear_model(optimizer):
-    """Build a model of one weight whose gradient is always 1, so that SGD sums the rates."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model.layers[0].set_weights([np.zeros((1, 1), "float32")])
-    model.compile(optimizer, loss=first_moment)
-    return model
-
-
 @keras.saving.register_keras_serializable(package="kdpkit-tests")
 def first_moment(_, predictions):
     return keras.ops.mean(predictions, axis=-1)
@@ -151,7 +143,10 @@ def nested():
 
 
 def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
-    model = linear_model(keras.optimizers.SGD(nested()))
+    # The gradient of its one weight is always 1, so that SGD sums the rates.
+    weight = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), weight])
+    model.compile(keras.optimizers.SGD(nested()), loss=first_moment)
     train(model, 9)
     expected = schedules.preview(nested(), 20)
     np.testing.assert_allclose(model.get_weights()[0].item(), -expected[:9].sum(), rtol=1e-5)

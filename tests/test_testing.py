@@ -16,19 +16,16 @@ from tests.processes import run, run_code
 from tests.test_architecture import FRAMEWORKS
 
 
-def build_clipping():
-    model = testing.tiny_classifier()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), loss)
-    return model
-
-
 @pytest.mark.tensorflow
 def test_the_same_training_is_denied_with_what_the_replicas_raised():
+    def build():
+        model = testing.tiny_classifier()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), loss)
+        return model
+
     with pytest.raises(AssertionError, match="cannot train.*AddN") as failed:
-        laws.same_training_for_any_replicas(
-            build_clipping, testing.toy_classification(9), replicas=2
-        )
+        laws.same_training_for_any_replicas(build, testing.toy_classification(9), replicas=2)
     assert "AddN" in str(failed.value.__cause__)
 
 
@@ -163,16 +160,21 @@ def test_on_four_devices():
 """
 
 
+def with_plugin(directory, tests, *flags, **variables):
+    """Run tests as their user does; return what is printed."""
+    (directory / "test_devices.py").write_text(tests)
+    command = (sys.executable, "-m", "pytest", "-p", "kdpkit.testing.pytest_plugin", *flags)
+    done = run(*command, cwd=directory, check=False, **variables)
+    return done.stdout + done.stderr
+
+
 @pytest.mark.tensorflow  # once
 def test_the_plugin_makes_devices_and_skips_what_needs_more(tmp_path):
-    (tmp_path / "test_devices.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nkdpkit_devices = 3\n")
-    command = (sys.executable, "-m", "pytest", "-rs", "--strict-markers", "--strict-config")
-    plugin = ("-p", "kdpkit.testing.pytest_plugin")
-    unset = {"XLA_FLAGS": "", "KERAS_BACKEND": "jax"}
-    done = run(*command, *plugin, cwd=tmp_path, check=False, **unset)
-    assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
-    assert "needs 4 devices, and there are 3" in done.stdout
+    flags, unset = ("-rs", "--strict-markers", "--strict-config"), {"XLA_FLAGS": ""}
+    printed = with_plugin(tmp_path, TESTS, *flags, KERAS_BACKEND="jax", **unset)
+    assert "2 passed, 1 skipped" in printed, printed
+    assert "needs 4 devices, and there are 3" in printed
 
 
 @pytest.mark.tensorflow  # once
@@ -185,19 +187,14 @@ def test_the_plugin_makes_devices_and_skips_what_needs_more(tmp_path):
 )
 def test_a_wrong_setting_or_marker_is_one_sentence(setting, marker, sentence, tmp_path):
     test = f"import pytest\n@pytest.mark.kdpkit_devices({marker})\nclass TestA:\n"
-    (tmp_path / "test_marked.py").write_text(f"{test}    def test_a(self):\n        pass\n")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nkdpkit_devices = {setting}\n")
-    plugin = ("-p", "kdpkit.testing.pytest_plugin")
-    done = run(sys.executable, "-m", "pytest", *plugin, cwd=tmp_path, check=False)
-    assert sentence in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    printed = with_plugin(tmp_path, f"{test}    def test_a(self):\n        pass\n")
+    assert sentence in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.tensorflow  # once
 def test_the_plugin_loads_nothing_in_suites_that_do_not_use_it(tmp_path):
-    (tmp_path / "test_devices.py").write_text(TESTS)
-    plugin = ("-p", "kdpkit.testing.pytest_plugin")
-    command = (sys.executable, "-m", "pytest", "-s", "-k", "loaded")
-    done = run(*command, *plugin, cwd=tmp_path, check=False)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
-    assert not (FRAMEWORKS | {"hypothesis"}) & {*done.stdout.split()}
+    printed = with_plugin(tmp_path, TESTS, "-s", "-k", "loaded")
+    assert "1 passed" in printed, printed
+    assert not (FRAMEWORKS | {"hypothesis"}) & {*printed.split()}

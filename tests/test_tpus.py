@@ -12,8 +12,6 @@ NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of the
 TPU_V5E = ("0x1ae0", "0x0063")
 DISK = ("0x1af4", "0x1001")
 
-where_no_tpu_is_named = pytest.mark.usefixtures("unnamed")
-
 
 def bus(directory, *devices):
     for index, (vendor, kind) in enumerate(devices):
@@ -36,9 +34,8 @@ def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, dev
     assert machine.chips(bus(tmp_path / "devices", *devices)) == chips
 
 
-@pytest.fixture
-def unnamed(monkeypatch):
-    """An environment that names no TPU."""
+@pytest.fixture(autouse=True)
+def _names_no_tpu(monkeypatch):
     monkeypatch.delenv("TPU_NAME", raising=False)
 
 
@@ -53,7 +50,6 @@ for name in (server.target, *sys.argv[1:], None):
 
 
 @pytest.mark.tensorflow
-@where_no_tpu_is_named
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
@@ -70,7 +66,6 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
 
 
 @pytest.mark.tensorflow
-@where_no_tpu_is_named
 def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     from kdpkit import strategies
 
@@ -104,7 +99,6 @@ def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
 
 
 @pytest.mark.jax
-@where_no_tpu_is_named
 def test_on_jax_no_tpu_is_one_sentence_and_the_cpu_is_reported():
     from kdpkit import experiment, sharding
 

@@ -7,13 +7,6 @@ import keras
 import tensorflow as tf
 
 
-def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Return the variables of TensorFlow that layers hold, with their paths."""
-    for path, part in parts_of_attributes(model._flatten_layers()):
-        if isinstance(part, tf.Variable):
-            yield path, part
-
-
 def parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Return what is in attributes, also in lists and dicts, with its path: `"dense.kernel"`."""
     for owner in owners:

@@ -113,7 +113,12 @@ class ArrayBatches(keras.utils.PyDataset):
             raise IndexError(f"There is no batch {index} in an epoch of {len(self)}.")
         self._was_completed |= index == len(self) - 1
         first = index * self.global_batch_size
-        indices = np.asarray(self._order()[first : first + self.global_batch_size])
+        count = self._num_examples
+        start = self.epoch * count if self._source.has_order else 0
+        order: range | np.ndarray = range(start, start + count)
+        if self.seed is not None:
+            order = _permutation(count, self.seed, self.epoch)
+        indices = np.asarray(order[first : first + self.global_batch_size])
         batch = self._padded(indices) if self.remainder == "pad" else self._read(indices)
         if self.augment is not None:
             position = (self.seed or 0, self.epoch, index, self.process_index)
@@ -125,14 +130,6 @@ class ArrayBatches(keras.utils.PyDataset):
         """Advance to the next epoch and its order, if this epoch was returned completely."""
         self.epoch += self._was_completed
         self._was_completed = False
-
-    def _order(self) -> range | np.ndarray:
-        """Return the examples' indices in the order of the current epoch."""
-        count = self._num_examples
-        first = self.epoch * count if self._source.has_order else 0
-        if self.seed is None:
-            return range(first, first + count)
-        return _permutation(count, self.seed, self.epoch)
 
     def _read(self, batch_indices: np.ndarray) -> Batch:
         indices = self._part_of_process(batch_indices)
@@ -268,7 +265,15 @@ def _as_batch(data: Batch) -> Batch:
 def _as_arrays(nest: Nest) -> Nest:
     """Convert the leaves to arrays; a list is a nest if it contains arrays, else an array."""
     if isinstance(nest, list) and not any(hasattr(part, "shape") for part in nest):
-        return _array_of(nest)
+        try:
+            return np.asarray(nest)
+        except ValueError as error:
+            checks.fail(
+                "The examples of an array must have one shape.",
+                first=nest[0],
+                error=checks.first_line(error),
+                remedy="Pad or cut them to one shape first.",
+            )
     if isinstance(nest, list | tuple):
         return type(nest)(map(_as_arrays, nest))
     if isinstance(nest, dict):
@@ -282,18 +287,6 @@ def _as_arrays(nest: Nest) -> Nest:
             remedy="Pass datasets as `from_datasets(...)` or `from_grain(...)`.",
         )
     return nest if nest is None else np.asarray(nest)
-
-
-def _array_of(values: list[Any]) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except ValueError as error:
-        checks.fail(
-            "The examples of an array must have one shape.",
-            first=values[0],
-            error=checks.first_line(error),
-            remedy="Pad or cut them to one shape first.",
-        )
 
 
 def _text_as_tensor(array: Any) -> Any:

@@ -53,9 +53,29 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for name in ("workers", "parameter_servers"):
             object.__setattr__(self, name, checks.strings(name, getattr(self, name)))
-        self._check_addresses()
+        seen: dict[tuple[str, int], str] = {}
+        for role, index, address in self.tasks:
+            name = f"{role} {index}"
+            other = seen.setdefault(checks.address(name, address), name)
+            if other != name:
+                checks.fail(
+                    "Every process needs an address of its own.",
+                    address=address,
+                    processes=[other, name],
+                    remedy="Set different ports for the processes of one host.",
+                )
         self._check_processes()
-        self._check_position()
+        checks.one_of("role", self.role, ROLES)
+        index = checks.integer("index", self.index, minimum=0)
+        object.__setattr__(self, "index", index)
+        count = self.processes or len(self._by_role().get(self.role, ()))
+        if index >= count:
+            checks.fail(
+                "This process must be one of the cluster's, which are numbered from 0.",
+                role=self.role,
+                index=index,
+                of_this_role=count,
+            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -157,19 +177,6 @@ class ClusterConfig:
         lists = zip(ROLES, (chief, self.workers, self.parameter_servers), strict=True)
         return {role: addresses for role, addresses in lists if addresses}
 
-    def _check_addresses(self) -> None:
-        seen: dict[tuple[str, int], str] = {}
-        for role, index, address in self.tasks:
-            name = f"{role} {index}"
-            other = seen.setdefault(checks.address(name, address), name)
-            if other != name:
-                checks.fail(
-                    "Every process needs an address of its own.",
-                    address=address,
-                    processes=[other, name],
-                    remedy="Set different ports for the processes of one host.",
-                )
-
     def _check_processes(self) -> None:
         if not self.workers and (self.chief is None or self.parameter_servers):
             checks.fail("A cluster needs a worker.", workers=self.workers, chief=self.chief)
@@ -185,19 +192,6 @@ class ClusterConfig:
                 "There must be an address for every process, or only that of the first.",
                 addresses=addresses,
                 processes=processes,
-            )
-
-    def _check_position(self) -> None:
-        checks.one_of("role", self.role, ROLES)
-        index = checks.integer("index", self.index, minimum=0)
-        object.__setattr__(self, "index", index)
-        count = self.processes or len(self._by_role().get(self.role, ()))
-        if index >= count:
-            checks.fail(
-                "This process must be one of the cluster's, which are numbered from 0.",
-                role=self.role,
-                index=index,
-                of_this_role=count,
             )
 
 

@@ -130,7 +130,12 @@ class Run:
             self._signal_and_wait(self._heads(), self.stop)
         self._end_all()
         if self.stop is None and self.failed:
-            self._report_failure()
+            cause = self._cause()
+            sentence = f"{cause.task.name} was stopped by SIGTERM and saved its state."
+            if cause.exit_code != errors.STOPPED:
+                follow = ", before any other; the errors of the others may follow from that"
+                sentence = f"{cause}{follow if len(self.running) > 1 else ''}."
+            self._report(sentence)
 
     def _heads(self) -> list[_Process]:
         """Return the processes whose end is the end of the run: the chief, or else all workers."""
@@ -202,14 +207,6 @@ class Run:
             return process.exit_code == errors.LEFT_ALONE, process.ended_at or 0.0
 
         return min(self.failed, key=order)
-
-    def _report_failure(self) -> None:
-        cause = self._cause()
-        if cause.exit_code == errors.STOPPED:
-            self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
-            return
-        follow = ", before any other; the errors of the others may follow from that"
-        self._report(f"{cause}{follow if len(self.running) > 1 else ''}.")
 
     def _exit_code(self) -> int:
         if self.stop is None:

@@ -86,8 +86,8 @@ def train_pipeline(
     (True, True)
     """
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
-    examples = _examples(source, config, keep, prepare)
-    _require_a_batch(examples, global_batch_size, config.remainder)
+    fewest = global_batch_size if config.remainder == "drop" else 1
+    examples = _examples(source, config, keep, prepare, fewest)
     batches = checks.steps_per_epoch(steps_per_epoch, _count(examples.apply(batched)))
     buffer_size = min(config.shuffle_buffer, _count(examples))
     counter = EpochCounter(batches=batches)
@@ -147,8 +147,8 @@ def eval_pipeline(
     [3. 3.] [0 0] [1. 0.]
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
-    examples = _examples(source, config, keep, prepare)
-    _require_a_batch(examples, global_batch_size, remainder)
+    fewest = global_batch_size if remainder == "drop" else 1
+    examples = _examples(source, config, keep, prepare, fewest)
     return untuned(examples.apply(batched).prefetch(tf.data.AUTOTUNE))
 
 
@@ -199,6 +199,7 @@ def _examples(
     config: PipelineConfig,
     keep: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None,
+    fewest: int,
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
@@ -222,18 +223,14 @@ def _examples(
             source=source.element_spec,
             remedy="Check the data, or loosen `keep`.",
         )
-    return examples.apply(tf.data.experimental.assert_cardinality(count))
-
-
-def _require_a_batch(examples: tf.data.Dataset, global_batch_size: int, remainder: str) -> None:
-    count = _count(examples)
-    if remainder == "drop" and count < global_batch_size:
+    if count < fewest:
         checks.fail(
             "The dataset has too few examples for one full batch.",
             examples=count,
-            global_batch_size=global_batch_size,
+            global_batch_size=fewest,
             remedy="Use a smaller batch, or keep the smaller last one.",
         )
+    return examples.apply(tf.data.experimental.assert_cardinality(count))
 
 
 def _count(dataset: tf.data.Dataset) -> int:

@@ -32,7 +32,13 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     batches = int(dataset.cardinality())
     end = Stage(dataset)
     stages = [*_all(end)]
-    _require_an_order(stages)
+    uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
+    for stage in stages:
+        if uses[id(stage.dataset)] > 1:
+            _reject(stage, "is read at several positions", "Make a `shuffle` for each of them.")
+        for is_met, problem, remedy in _REJECTED:
+            if is_met(stage):
+                _reject(stage, problem, remedy)
     _require_endless_repeats(end)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
@@ -117,16 +123,6 @@ _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
         "Make that dataset in the function.",
     ),
 )
-
-
-def _require_an_order(stages: list[Stage]) -> None:
-    uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
-    for stage in stages:
-        if uses[id(stage.dataset)] > 1:
-            _reject(stage, "is read at several positions", "Make a `shuffle` for each of them.")
-        for is_met, problem, remedy in _REJECTED:
-            if is_met(stage):
-                _reject(stage, problem, remedy)
 
 
 def _require_endless_repeats(end: Stage) -> None:

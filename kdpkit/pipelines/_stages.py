@@ -101,14 +101,10 @@ class Function:
     @property
     def is_stateful(self) -> bool:
         """Whether tf.data runs its calls serially, in order."""
-        return any(map(_is_stateful, self.ops))
-
-
-def _is_stateful(op: str) -> bool:
-    if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
-        return False  # decided by the operations of the inner functions
-    definition = op_def_registry.get(op)
-    return definition is not None and definition.is_stateful
+        # For these the operations of their inner functions decide.
+        calling = re.compile("Assert|StatefulPartitionedCall|If|While|.*Dataset.*")
+        definitions = (op_def_registry.get(op) for op in self.ops if not calling.fullmatch(op))
+        return any(definition and definition.is_stateful for definition in definitions)
 
 
 def require_dataset(name: str, value: Any) -> None:

@@ -57,8 +57,14 @@ class Layouts:
             divisible = (axis for axis in candidates if shape[axis] % self._num_shards == 0)
             axis = next(divisible, None)
         self._first.setdefault(layer, (shape, axis))
-        if axis is None:
-            self._warn(layer, name, shape)
+        if axis is None and math.prod(shape) >= SMALL and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"`{name}` of the {type(layer).__name__} `{layer.name}`, of shape {shape}, and "
+                f"perhaps others, stays complete on all {self._num_shards} devices that share the "
+                "model; `kdpkit.sharding.describe(model)` shows all, with their bytes.",
+                stacklevel=1,
+            )
         return axis
 
     def _axis_as_first(self, layer: keras.layers.Layer, shape: tuple[int, ...]) -> int | None:
@@ -124,16 +130,6 @@ class Layouts:
         if not width_axes or not others:
             return [*reversed(axes)]
         return others if is_patches else others + width_axes
-
-    def _warn(self, layer: keras.layers.Layer, name: str, shape: tuple[int, ...]) -> None:
-        if math.prod(shape) >= SMALL and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"`{name}` of the {type(layer).__name__} `{layer.name}`, of shape {shape}, and "
-                f"perhaps others, stays complete on all {self._num_shards} devices that share the "
-                "model; `kdpkit.sharding.describe(model)` shows all, with their bytes.",
-                stacklevel=1,
-            )
 
 
 def _axes_of_einsum(equation: str) -> tuple[list[int], list[int]]:

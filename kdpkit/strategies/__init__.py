@@ -74,7 +74,15 @@ def select_strategy(
     checks.backend("A strategy of `tf.distribute`", "tensorflow")
     checks.one_of("communication", communication, _COMMUNICATION)
     checks.integer("start_timeout_seconds", start_timeout_seconds)
-    _check_kind(kind, devices)
+    checks.one_of("kind", kind, _KINDS)
+    if tf.distribute.has_strategy():
+        checks.fail(
+            "`select_strategy` was called inside another strategy's scope.",
+            active=type(tf.distribute.get_strategy()).__name__,
+            remedy="Choose the strategy first, then enter its scope.",
+        )
+    if devices is not None and kind != "mirrored" and (kind, devices) != ("one", 1):
+        checks.fail("Several `devices` are only for 'mirrored'.", kind=kind, devices=devices)
     if kind not in ("multi_worker", "parameter_server"):
         _joining.require_joined("Use the strategy 'multi_worker'.")
     if kind == "auto":
@@ -93,18 +101,6 @@ def select_strategy(
     return _multi_worker.start(
         communication=communication, start_timeout_seconds=start_timeout_seconds
     )
-
-
-def _check_kind(kind: str, devices: int | Sequence[str] | None) -> None:
-    checks.one_of("kind", kind, _KINDS)
-    if tf.distribute.has_strategy():
-        checks.fail(
-            "`select_strategy` was called inside another strategy's scope.",
-            active=type(tf.distribute.get_strategy()).__name__,
-            remedy="Choose the strategy first, then enter its scope.",
-        )
-    if devices is not None and kind != "mirrored" and (kind, devices) != ("one", 1):
-        checks.fail("Several `devices` are only for 'mirrored'.", kind=kind, devices=devices)
 
 
 def is_chief() -> bool:
@@ -216,7 +212,16 @@ def _existing(devices: int | Sequence[str] | None) -> list[str]:
     if devices is None:
         return gpus or cpus
     if isinstance(devices, Sequence):
-        return _named(devices, cpus + gpus)
+        named = [devices] if isinstance(devices, str) else [*devices]
+        names = [_short(str(device)) for device in named]
+        if not names or not {*names} <= {*cpus, *gpus} or len({*names}) < len(names):
+            checks.fail(
+                "`devices` must name devices that exist, each once.",
+                devices=named,
+                remedy=f"There are {checks.listed(cpus + gpus)}; `kdpkit.strategies.split_device` "
+                "makes more of one before TensorFlow starts.",
+            )
+        return names
     count = checks.integer("devices", devices)
     available = gpus if len(gpus) >= count or len(gpus) > len(cpus) else cpus
     if count > len(available):
@@ -228,21 +233,6 @@ def _existing(devices: int | Sequence[str] | None) -> list[str]:
             f"at most {max(len(gpus), len(cpus))}.",
         )
     return available[:count]
-
-
-def _named(devices: Sequence[str], available: list[str]) -> list[str]:
-    if isinstance(devices, str):
-        devices = [devices]
-    names = [_short(str(device)) for device in devices]
-    unknown = [name for name in names if name not in available]
-    if not names or unknown or len(set(names)) != len(names):
-        checks.fail(
-            "`devices` must name devices that exist, each once.",
-            devices=list(devices),
-            remedy=f"There are {checks.listed(available)}; `kdpkit.strategies.split_device` makes "
-            "more of one before TensorFlow starts.",
-        )
-    return names
 
 
 def _short(device: str) -> str:

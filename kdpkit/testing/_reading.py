@@ -127,7 +127,7 @@ def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
     return nest if nest is None else function(nest)
 
 
-def taken(batch: Any, part: slice) -> Any:
+def taken(batch: Any, part: slice | list[int]) -> Any:
     return mapped(lambda array: array[part], batch)
 
 

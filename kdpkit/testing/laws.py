@@ -20,7 +20,6 @@ dataset of a list of batches. A batch is a tensor or a nest of tensors with the 
 values, and named by their position, counted from 0.
 """
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -111,19 +110,15 @@ def every_example_once(
     if problems:
         largest = max((len(batch) for shard in shards for batch in shard), default=0)
         batches = f" with batches of {largest}" if largest else ""
+        sizes = [sum(map(len, shard)) for shard in shards]
+        least = min(sizes, default=0)
+        is_one = lost and len(sizes) > 1 and sizes.count(least) == 1
+        fewest = f" (shard {sizes.index(least)} has the fewest, {least})" if is_one else ""
         raise AssertionError(
             f"Of {counted(len(expected), 'example')}, {' and '.join(problems)}, on "
-            f"{counted(len(shards), 'shard')}{batches}{_shortest(shards) if lost else ''}:"
+            f"{counted(len(shards), 'shard')}{batches}{fewest}:"
             f"{listed(shards, numbers)}"
         )
-
-
-def _shortest(shards: list[Shard]) -> str:
-    """Name the shard with the fewest examples, if there is one."""
-    sizes = [sum(map(len, shard)) for shard in shards]
-    if sizes.count(min(sizes, default=0)) != 1 or len(sizes) == 1:
-        return ""
-    return f" (shard {sizes.index(min(sizes))} has the fewest, {min(sizes)})"
 
 
 def equal_steps(read: Sequence[Read]) -> None:
@@ -253,14 +248,14 @@ def held_out_does_not_leak(read: Callable[[Nest], Read], held_out: Nest) -> None
         AssertionError: They change; the message names the first training example that does.
         ValueError: `read` returns other data at each call; all held-out examples are equal.
     """
-    if len({*examples_of(held_out)}) < 2:
+    examples, arrays = examples_of(held_out), mapped(np.asarray, held_out)
+    if len({*examples}) < 2:
         checks.fail("`held_out` must have two examples that differ.", held_out=held_out)
     before, again = (read_shards(read(held_out)) for _ in range(2))
     if before != again:
         checks.fail("`read` must return the same data at each call: seed what it draws.")
     for index in (0, -1):
-        changed = mapped(functools.partial(_repeated, index), held_out)
-        after = read_shards(read(changed))
+        after = read_shards(read(taken(arrays, [index] * len(examples))))
         what = "With other held-out examples, training example {} in order"
         _same([*_in_order(before)], [*_in_order(after)], what, before=before, after=after)
 
@@ -370,11 +365,6 @@ def _same(expected: list[Any], read: list[Any], what: str, **runs: list[Shard]) 
             lists = "".join(f"\n{name}:{listed(shards)}" for name, shards in runs.items())
             texts = ["nothing" if entry == "nothing" else text(entry) for entry in (after, before)]
             raise AssertionError(f"{what.format(index)} is {texts[0]} and not {texts[1]}.{lists}")
-
-
-def _repeated(index: int, part: Any) -> np.ndarray:
-    """Return as many examples as there are, all equal to one."""
-    return np.asarray(part)[[index] * len(part)]
 
 
 def _in_order(shards: list[Shard]) -> Iterator[Example]:

@@ -110,8 +110,14 @@ class TrainingLoop:
         if not isinstance(model, keras.Model):
             checks.fail("`model` must be a Keras model.", model=model)
         has_own_loss = type(self).per_example_loss is not TrainingLoop.per_example_loss
-        if not has_own_loss:
-            _reject_own_step(model)
+        for name in ("train_step", "test_step", "compute_loss"):
+            if not has_own_loss and getattr(type(model), name) is not getattr(keras.Model, name):
+                checks.fail(
+                    f"The model has a `{name}` of its own, which the loop would not call. Write "
+                    "what it computes as `per_example_loss` of a subclass of `TrainingLoop`, or "
+                    "train with `replica_exact(model)` and `fit`.",
+                    model=type(model).__name__,
+                )
         if loss is None and not has_own_loss:
             checks.fail(
                 "There is no loss to train with.",
@@ -336,14 +342,3 @@ class TrainingLoop:
             steps_at_once=self.steps_per_loop,
             **settings,
         )
-
-
-def _reject_own_step(model: Any) -> None:
-    for name in ("train_step", "test_step", "compute_loss"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            checks.fail(
-                f"The model has a `{name}` of its own, which the loop would not call. Write what "
-                "it computes as `per_example_loss` of a subclass of `TrainingLoop`, or train with "
-                "`replica_exact(model)` and `fit`.",
-                model=type(model).__name__,
-            )

@@ -267,7 +267,10 @@ def _additional_loss(losses: list[Tensor], fraction: Tensor | float) -> Tensor |
 def _term(
     name: str, losses: Tensor, prediction: Tensor, loss: Any, sample_weight: Tensor | None
 ) -> Term:
-    mask = _mask(losses, prediction)
+    masks = [get_keras_mask(part) for part in (prediction, losses)]
+    # A loss that was reduced over masked entries has none.
+    masks = [m for m in masks if m is not None and len(m.shape) <= len(losses.shape)]
+    mask = functools.reduce(ops.logical_and, masks) if masks else None
     losses = ops.convert_to_tensor(losses)
     losses = ops.cast(losses, keras.backend.result_type(losses.dtype, "float32"))
     if len(losses.shape) == 0:
@@ -293,13 +296,6 @@ def _term(
         divisor=divisor,
         is_sum=reduction == "sum",
     )
-
-
-def _mask(losses: Tensor, prediction: Tensor) -> Tensor | None:
-    """Return the Keras mask of the losses; a loss that was reduced over masked entries has none."""
-    masks = [get_keras_mask(part) for part in (prediction, losses)]
-    fitting = [m for m in masks if m is not None and len(m.shape) <= len(losses.shape)]
-    return functools.reduce(ops.logical_and, fitting) if fitting else None
 
 
 def _along(losses: Tensor, weight: Tensor) -> Tensor:

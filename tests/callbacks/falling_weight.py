@@ -19,6 +19,10 @@ def falling_weight(optimizer, **compile_arguments):
     return model
 
 
+def straight_decay():
+    return keras.optimizers.schedules.PolynomialDecay(1.0, 100, end_learning_rate=0.0)
+
+
 def ones(steps, batch_size=2):
     x = np.ones((steps * batch_size, 1), "float32")
     return {"x": x, "y": x, "batch_size": batch_size, "shuffle": False, "verbose": 0}

@@ -225,12 +225,9 @@ def with_a_model_not_built_a_rate_that_is_halved_and_data_that_shuffle_themselve
 
 
 def averages_and_every_fourth_batch(directory):
-    averages, path = (
-        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
-        directory / "last.weights.h5",
-    )
-    saved = keras.callbacks.ModelCheckpoint(path, save_freq=4, save_weights_only=True)
-    return [averages, saved]
+    path, settings = directory / "last.weights.h5", {"save_freq": 4, "save_weights_only": True}
+    saved = keras.callbacks.ModelCheckpoint(path, **settings)
+    return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), saved]
 
 
 @program(learning=averages_and_every_fourth_batch)

@@ -9,11 +9,7 @@ from hypothesis import given, settings
 
 from kdpkit.callbacks import LearningRateLogger, PrintLR
 
-from .falling_weight import SetRate, Truth, falling_weight, ones
-
-
-def straight_decay(steps=100):
-    return keras.optimizers.schedules.PolynomialDecay(1.0, steps, end_learning_rate=0.0)
+from .falling_weight import SetRate, Truth, falling_weight, ones, straight_decay
 
 
 def test_history_has_the_schedules_rate_of_each_epochs_last_step():

@@ -171,6 +171,13 @@ def test_an_epoch_that_a_callback_cut_short_is_continued(tmp_path):
 # Several calls of `fit` in one program that is not started again.
 
 
+def trained(directory, *others, **settings):
+    resume = Resume(directory)
+    for stop in others:
+        stop.resume = resume
+    return fit(compiled(), resume.track(batches()), *others, resume, **settings)
+
+
 def test_what_is_changed_between_two_calls_of_fit_stays(tmp_path):
     resume = Resume(tmp_path)
     train, model = resume.track(batches()), compiled()
@@ -250,11 +257,10 @@ def test_a_full_disk_is_reported_once_and_at_the_end_what_is_on_it(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, LIMITS[1]))
 
     disk = keras.callbacks.LambdaCallback(on_epoch_begin=fill_or_empty_the_disk)
-    resume, epochs = Resume(tmp_path), full[-1] + 1
+    epochs = full[-1] + 1
     with shown_together() as shown:
         try:
-            data = resume.track(batches())
-            model = fit(compiled(), data, disk, resume, epochs=epochs, verbose=1)
+            model = trained(tmp_path, disk, epochs=epochs, verbose=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
     assert model.history.epoch == [*range(epochs)]
@@ -279,19 +285,15 @@ sys.stdin.read()
 
 @pytest.mark.tensorflow  # once
 def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
-    def train():
-        resume = Resume(tmp_path)
-        fit(compiled(), resume.track(batches()), resume)
-
     command = [sys.executable, "-c", HOLDING, tmp_path]
     with subprocess.Popen(
         command, env=SOON_STARTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="Another run is using this directory"):
-            train()
+            trained(tmp_path)
         other.kill()
-    train()
+    trained(tmp_path)
 
 
 # Signals.
@@ -299,10 +301,8 @@ def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
 
 @pytest.mark.parametrize(("way", "error"), [("Ctrl-C", KeyboardInterrupt), ("request", SystemExit)])
 def test_a_stop_ends_the_line_of_the_progress_bar(way, error, tmp_path):
-    resume = Resume(tmp_path)
-    stop = Stop(way, 2, resume=resume)
     with shown_together() as shown, pytest.raises(error) as ended:
-        fit(compiled(), resume.track(batches()), stop, resume, verbose=1)
+        trained(tmp_path, Stop(way, 2), verbose=1)
     sentence = f"Its state is in {tmp_path}, and the same program continues"
     *_, last, end = shown.getvalue().split("\n")
     assert end == ""
@@ -331,13 +331,10 @@ def test_after_a_stop_sigterm_does_what_it_always_does_or_nothing_until_training
 
     signal.signal(signal.SIGTERM, handler)
     for way, after in (("request", handler), ("SIGTERM", signal.SIG_IGN)):
-        resume = Resume(tmp_path)
-        stop = Stop(way, 1, resume=resume)
         with pytest.raises(SystemExit):
-            fit(compiled(), resume.track(batches()), stop, resume)
+            trained(tmp_path, Stop(way, 1))
         assert signal.getsignal(signal.SIGTERM) == after
-    resume = Resume(tmp_path)
-    fit(compiled(), resume.track(batches()), resume)
+    trained(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -346,9 +343,7 @@ def test_a_signal_or_request_after_the_last_epoch_acts_after_training(tmp_path):
     signal.signal(signal.SIGTERM, lambda *_: came.append("SIGTERM"))
     former = signal.getsignal(signal.SIGTERM)
     for way in ("SIGTERM", "request"):
-        resume = Resume(tmp_path / way)
-        late = Stop(way, 1, "on_train_end", resume)
-        model = fit(compiled(), resume.track(batches()), late, resume, epochs=1)
+        model = trained(tmp_path / way, Stop(way, 1, "on_train_end"), epochs=1)
         assert model.history.epoch == [0]
         assert came == ["SIGTERM"]
         assert signal.getsignal(signal.SIGTERM) is former

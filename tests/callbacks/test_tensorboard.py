@@ -14,11 +14,7 @@ from kdpkit.callbacks import (
     training_callbacks,
 )
 
-from .falling_weight import falling_weight, ones
-
-
-def decay():
-    return keras.optimizers.schedules.PolynomialDecay(1.0, 100, end_learning_rate=0.0)
+from .falling_weight import falling_weight, ones, straight_decay
 
 
 def scalars(directory):
@@ -39,7 +35,7 @@ def scalars(directory):
 
 def fit(callbacks, *, steps=5, epochs=2, validate=True, **compile_arguments):
     data = ones(steps)
-    model = falling_weight(keras.optimizers.SGD(decay()), **compile_arguments)
+    model = falling_weight(keras.optimizers.SGD(straight_decay()), **compile_arguments)
     validation = (data["x"], data["y"]) if validate else None
     model.fit(**data, epochs=epochs, validation_data=validation, callbacks=callbacks)
     return model

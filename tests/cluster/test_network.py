@@ -5,6 +5,7 @@ What a local launch opens is for this machine alone: nothing answers from anothe
 
 import concurrent.futures
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -20,7 +21,7 @@ import pytest
 
 from kdpkit.cluster import _network
 from kdpkit.launch import _child_processes as child_processes
-from tests.processes import SOON, Process, Together
+from tests.processes import SOON, Process, Together, free_port
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(400)]
 
@@ -97,9 +98,7 @@ def elsewhere():
     run("ip", "netns", "delete", place.name)
 
 
-def ordinary():
-    """Start a server that is open to all, as a check of the check."""
-    return socket.create_server(("", 0))
+ordinary = functools.partial(socket.create_server, ("", 0))  # open to all: a check of the check
 
 
 def port_of(one):
@@ -156,17 +155,10 @@ def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path):
 # Others that listen, at once or soon.
 
 
-@pytest.fixture
-def silent():
-    """Return a socket with a port of its own, at which nothing listens yet."""
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        yield bound
-
-
-def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named(silent):
-    address = f"localhost:{port_of(silent)}"
-    with socket.create_server(("localhost", 0)) as listening:
+def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named():
+    with socket.create_server(("localhost", 0)) as listening, socket.socket() as silent:
+        silent.bind(("localhost", 0))  # and listens later
+        address = f"localhost:{port_of(silent)}"
         addresses = [f"localhost:{port_of(listening)}", address]
         assert [*_network.problems(addresses, 0.3)] == [address]
         thread = threading.Timer(0.5, silent.listen)
@@ -176,14 +168,6 @@ def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named(silent):
 
 
 # What all exchange.
-
-
-@pytest.fixture
-def first():
-    """Return an address at which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{port_of(free)}"
 
 
 def exchange(first, *indices, count, known=()):
@@ -198,7 +182,8 @@ def exchange(first, *indices, count, known=()):
         return [*threads.map(learned, indices)]
 
 
-def test_all_learn_the_same_and_an_address_that_is_known_stays(first):
+def test_all_learn_the_same_and_an_address_that_is_known_stays():
+    first = f"localhost:{free_port()}"
     found = exchange(first, 3, 1, 2, 0, count=4, known={2: "gpu2:9876"}.items())
     assert found == [found[0]] * 4
     addresses, devices = zip(*found[0], strict=True)
@@ -208,7 +193,8 @@ def test_all_learn_the_same_and_an_address_that_is_known_stays(first):
     assert len({*ports}) == 4
 
 
-def test_other_programs_that_connect_take_no_part(first):
+def test_other_programs_that_connect_take_no_part():
+    first = f"localhost:{free_port()}"
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waiting = threads.submit(exchange, first, 0, count=2)
         assert _network.problems([first], SOON) == {}

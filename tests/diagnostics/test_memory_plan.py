@@ -191,21 +191,16 @@ def test_a_size_that_cannot_be_read_raises(memory):
 
 @on_jax
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "replicas", "message"),
     [
-        (net, "`make` must return a dataset and"),
-        (lambda: (data(), net()), "not compiled"),
+        (net, 1, "`make` must return a dataset and"),
+        (lambda: (data(), net()), 1, "not compiled"),
+        (looped, 9, "JAX has 8 cpu"),
     ],
 )
-def test_what_cannot_be_planned_raises(make, message):
+def test_what_cannot_be_planned_raises(make, replicas, message):
     with pytest.raises(ValueError, match=message):
-        plan_memory(make, memory="1GiB")
-
-
-@on_jax
-def test_replicas_that_are_not_there_raise():
-    with pytest.raises(ValueError, match="JAX has 8 cpu"):
-        plan_memory(looped, memory="1GiB", replicas=9)
+        plan_memory(make, memory="1GiB", replicas=replicas)
 
 
 @pytest.mark.tensorflow

@@ -56,11 +56,10 @@ def start(tmp_path):
         yield start_one
 
 
-def ended(launcher, number=None):
-    """Send a signal; return exit code and output."""
-    if number is not None:
-        launcher.send(number)
-    return launcher.end(SOON), launcher.shown
+def ended(launcher, code=0):
+    """Wait for the end with an exit code; return the output."""
+    assert launcher.end(SOON) == code, launcher.shown
+    return launcher.shown
 
 
 def wait_for(directory, *files):
@@ -76,8 +75,7 @@ ALL_READY = ("worker 0 is ready", "worker 1 is ready")
 
 def test_lines_bear_the_name_of_their_process(start):
     program = "print('hello\\nfrom', name); print('trouble', file=sys.stderr); print(end='end')"
-    code, shown = ended(start(program))
-    assert code == 0
+    shown = ended(start(program))
     for name in ("worker 0", "worker 1"):
         lines = [line for line in shown.splitlines() if line.startswith(name)]
         expected = ("hello", f"from {name}", "trouble", "end")
@@ -117,8 +115,7 @@ config = ClusterConfig.from_environment()
 count, gpus = map(os.environ.get, ("KERAS_DISTRIBUTION_NUM_PROCESSES", "CUDA_VISIBLE_DEVICES"))
 print(config.role, config.index, count, gpus, config.address, *config.workers)
 """
-    code, shown = ended(start(program, "--gpus-per-worker", "2"))
-    assert code == 0, shown
+    shown = ended(start(program, "--gpus-per-worker", "2"))
     lines = sorted(line for line in shown.splitlines() if line.startswith("worker"))
     first, second = (line.split(" | ")[1].split() for line in lines)
     assert (first[:4], second[:4]) == (["worker", "0", "2", "4,5"], ["worker", "1", "2", "6,7"])
@@ -138,8 +135,7 @@ if name == "worker 0":
 (here / "worker 1 fails").touch()
 sys.exit("the disk is full")
 """
-    code, shown = ended(start(program))
-    assert code == 1
+    shown = ended(start(program), 1)
     assert "worker 1 | the disk is full" in shown
     assert "launch   | worker 1 failed with exit code 1, before any other; " in shown
 
@@ -150,8 +146,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 wait_for("worker 0 is ready") if task["index"] else ready()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    code, shown = ended(start(program, "--grace-seconds", "0.5"))
-    assert code == 128 + signal.SIGKILL
+    shown = ended(start(program, "--grace-seconds", "0.5"), 128 + signal.SIGKILL)
     assert "worker 1 was ended by SIGKILL" in shown
 
 
@@ -163,8 +158,7 @@ if not (here / "failed").exists() and name == "worker 1":
     sys.exit(1)
 wait_for("failed")
 """
-    code, shown = ended(start(program, "--max-restarts", "2"))
-    assert code == 0, shown
+    shown = ended(start(program, "--max-restarts", "2"))
     assert "All processes start again, on other ports (restart 1 of 2)." in shown
     assert "restart 2" not in shown
     first, second = [line for line in shown.splitlines() if line.startswith("worker 1 | port")]
@@ -176,8 +170,7 @@ wait_for("failed")
     [(9, 2, "failed with exit code 9"), (42, 0, "was stopped by SIGTERM and saved its state")],
 )
 def test_restarts_come_to_an_end_and_what_saved_its_state_has_none(start, code, restarts, sentence):
-    found, shown = ended(start(f"sys.exit({code})", "--max-restarts", "2", workers=1))
-    assert found == code
+    shown = ended(start(f"sys.exit({code})", "--max-restarts", "2", workers=1), code)
     assert shown.count("start again") == restarts
     assert f"worker 0 {sentence}.\n" in shown
 
@@ -208,9 +201,7 @@ ready()
     wait_for(tmp_path, "worker 0 begins to save", "worker 1 begins to save")
     launcher.send(signal.SIGTERM)
     (tmp_path / "go on").touch()
-    code, shown = ended(launcher)
-    assert code == 42
-    assert "SIGTERM is passed on" in shown
+    assert "SIGTERM is passed on" in ended(launcher, 42)
 
 
 def test_ctrl_c_reaches_every_process_once_and_the_second_ends_all_at_once(start, tmp_path):
@@ -228,7 +219,8 @@ while True: time.sleep(1)
     wait_for(tmp_path, *ALL_READY)
     launcher.send(signal.SIGINT)
     wait_for(tmp_path, *heard)
-    assert ended(launcher, signal.SIGINT)[0] == 130
+    launcher.send(signal.SIGINT)
+    ended(launcher, 130)
     assert [(tmp_path / file).read_text() for file in heard] == ["Ctrl-C "] * 2
 
 
@@ -252,7 +244,8 @@ def test_nothing_outlives_the_launcher_and_a_killed_one_lets_programs_save(
     if is_killed:
         wait_for(tmp_path, *ALL_READY)
         assert len(child_processes.marked(mark)) > 8
-    ended(launcher, signal.SIGKILL if is_killed else None)
+        launcher.send(signal.SIGKILL)
+    ended(launcher, -signal.SIGKILL if is_killed else 0)
     assert left_of(mark) == []
     saved = [(tmp_path / f"worker {i} saved").exists() for i in range(2)]
     assert saved == [is_killed] * 2
@@ -274,8 +267,7 @@ if first or name != "chief 0": ready()
 for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{other} is ready")
 """
     servers = ("--parameter-servers", "1", "--max-restarts", "1")
-    code, shown = ended(start(program, *servers))
-    assert code == 0, shown
+    shown = ended(start(program, *servers))
     assert "Starts chief, worker 0, worker 1, ps 0: " in shown
     assert "chief    | chief 0 again" in shown
     assert shown.count("failed") == 1  # those that serve are ended when the chief is done

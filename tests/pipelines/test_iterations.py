@@ -46,11 +46,9 @@ DATASETS = {
         .apply(known(10))
     ),
     "within a function": lambda: (
-        (
-            Dataset.range(4)
-            .flat_map(lambda _: Dataset.range(5).shuffle(5, seed=3))
-            .shuffle(3, seed=2)
-        )
+        Dataset.range(4)
+        .flat_map(lambda _: Dataset.range(5).shuffle(5, seed=3))
+        .shuffle(3, seed=2)
         .batch(3)
         .apply(known(7))
     ),

@@ -202,6 +202,14 @@ CASES = [
             lambda data: data,
         )
     ),
+    # Batches of windows with labels.
+    *(
+        (make, {}, {("batched-twice", "note")})
+        for make in (
+            lambda: PAIRS.batch(8, drop_remainder=True).batch(4),
+            lambda: PAIRS.batch(8).padded_batch(4),
+        )
+    ),
     # Held out may be other files.
     (
         lambda: numbers().shuffle(200).take(80).batch(20).prefetch(1),
@@ -238,11 +246,14 @@ def test_all_that_is_found_is(make, settings, expected):
     assert found(make(), **settings) == expected
 
 
-def test_a_finding_counts_what_it_is_about():
+def test_a_finding_counts_what_it_is_about_and_names_the_stage_as_it_was_written():
     (finding,) = lint(THRICE())
     assert (finding.rule, finding.where) == ("repeat", "repeat(3), stage 4 of 5")
     assert "`fit(epochs=4)` 3 * 4 times" in lint(THRICE(), epochs=4)[0].problem
     assert "1 of 20 examples" in lint(numbers(201).batch(20).prefetch(1))[0].problem
+    (finding,) = lint(numbers().map(noisy).batch(20).prefetch(AUTOTUNE))
+    line = noisy.__code__.co_firstlineno
+    assert finding.where == f"map(noisy), stage 2 of 4, line {line} of test_lint.py"
 
 
 @pytest.mark.parametrize(("cache", "remainder"), [(True, "pad"), (False, "keep")])
@@ -272,14 +283,6 @@ def test_what_a_train_pipeline_is_given_is_looked_at(tmp_path):
     drawn = pipelines.train_pipeline(numbers(), prepare=noisy, **sizes)
     assert faults(drawn) == {"random-before-cache"}
     assert faults(drawn.map(tf.sort, AUTOTUNE).prefetch(1)) == {"random-before-cache"}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: PAIRS.batch(8, drop_remainder=True).batch(4), lambda: PAIRS.batch(8).padded_batch(4)],
-)
-def test_batches_of_windows_with_labels_are_a_note(make):
-    assert ("batched-twice", "note") in found(make())
 
 
 @pytest.mark.parametrize("build", [pipelines.train_pipeline, pipelines.eval_pipeline])
@@ -323,12 +326,6 @@ def test_looking_costs_no_element():
     source = Dataset.from_generator(lambda: map(taken.append, range(3)), output_signature=spec)
     lint(source.shuffle(2).cache().batch(2))
     assert taken == []
-
-
-def test_a_finding_names_the_stage_as_it_was_written():
-    line = noisy.__code__.co_firstlineno
-    (finding,) = lint(numbers().map(noisy).batch(20).prefetch(AUTOTUNE))
-    assert finding.where == f"map(noisy), stage 2 of 4, line {line} of test_lint.py"
 
 
 def test_bad_input_raises():

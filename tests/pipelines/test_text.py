@@ -112,15 +112,10 @@ def test_validation_masks_depend_on_the_sequence_alone():
 # Packing.
 
 
-def vectors(sequences):
-    return tf.data.Dataset.from_generator(
-        lambda: sequences, output_signature=tf.TensorSpec([None], tf.int32)
-    )
-
-
 def packed(documents, length):
-    stage = pipelines.pack_tokens(length, **ENDS)
-    return [sequence.numpy() for sequence in vectors(documents).apply(stage)]
+    spec = tf.TensorSpec([None], tf.int32)
+    vectors = tf.data.Dataset.from_generator(lambda: documents, output_signature=spec)
+    return [sequence.numpy() for sequence in vectors.apply(pipelines.pack_tokens(length, **ENDS))]
 
 
 @settings(max_examples=4)

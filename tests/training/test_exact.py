@@ -227,15 +227,14 @@ class Lookahead(keras.optimizers.SGD):
         variable.assign(0.5 * (slow + variable))
 
 
-def towers():
-    one, other = keras.Input((4,)), keras.Input((4,))
-    dense = keras.layers.Dense
-    return keras.Model([one, other], [dense(1, name="p")(one), dense(1, name="q")(other)])
-
-
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_parts_of_other_lengths_are_the_same_on_replicas():
+    def towers():
+        one, other = keras.Input((4,)), keras.Input((4,))
+        dense = keras.layers.Dense
+        return keras.Model([one, other], [dense(1, name="p")(one), dense(1, name="q")(other)])
+
     parts = (X[:3], X), (Y[:3], Y)
     spec = tf.nest.map_structure(
         lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), parts
@@ -600,10 +599,8 @@ def test_text_raises():
 
 @pytest.mark.tensorflow
 def test_a_dataset_without_batches_raises():
-    model, data = (
-        replica_exact(compiled_on(mirrored(2))),
-        tf.data.Dataset.from_tensor_slices((X, Y)),
-    )
+    model = replica_exact(compiled_on(mirrored(2)))
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
     with pytest.raises(ValueError, match=r"single examples; batch it.*Received: element_spec="):
         model.fit(data)
     with pytest.raises(ValueError, match=r"single numbers beside batches.*element_spec="):

@@ -56,20 +56,12 @@ def _mixed_by_chance(self, x):
     return ops.where(is_mixed, (x + ops.flip(x, axis=0)) / 2, x)
 
 
-def _scaled_as_images(_, x):
-    return ops.cond(ops.min(x) >= 0, lambda: x / ops.max(x), lambda: x)
-
-
 def _in_groups_of_six(_, x):
     def centered():
         groups = tf.reshape(x, (-1, 6, 5, 4))
         return tf.reshape(groups - tf.reduce_mean(groups, 1, keepdims=True), tf.shape(x))
 
     return tf.cond(tf.shape(x)[0] % 6 == 0, centered, lambda: x)
-
-
-def _squeezed(_, x):
-    return tf.cond(tf.shape(x)[0] == 1, lambda: 2 * x, lambda: x)
 
 
 def _ranked_beside_masked(_, x):
@@ -93,25 +85,22 @@ def _gradient_of_weight(gradient):
     return lambda self, x: scaled(x, ops.convert_to_tensor(self.weight))
 
 
-def _special(_, x):
-    return x * ops.where(ops.arange(ops.shape(x)[0]) == 0, 2.0, 1.0)[:, None, None]
-
-
 def _drawn_special(self, x):
-    return _special(self, x) + keras.random.normal(ops.shape(x), seed=self.seeds)
+    factors = ops.where(ops.arange(ops.shape(x)[0]) == 0, 2.0, 1.0)[:, None, None]
+    return x * factors + keras.random.normal(ops.shape(x), seed=self.seeds)
 
 
-def _keeping(self, x):
-    self.memory["mean"] = ops.mean(x)
-    return x
+def _after(effect):
+    """Return its input, after an effect."""
+
+    def function(self, x):
+        effect(self, x)
+        return x
+
+    return function
 
 
 FEATURES, CALLS = [], 0
-
-
-def _leaving(_, x):
-    FEATURES.append(x)
-    return x
 
 
 def _counting_calls(self, x):
@@ -122,11 +111,6 @@ def _counting_calls(self, x):
 def _counting_in_its_module(_, x):
     global CALLS
     CALLS += 1
-    return x
-
-
-def _counting_in_a_container(self, x):
-    self.memory["calls"] = [*self.memory.get("calls", []), 1]
     return x
 
 
@@ -149,35 +133,8 @@ def _drawing_in_a_loop(self, x):
     return tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
 
 
-def _mixed_by_a_negative_weight(self, x):
-    return ops.where(self.weight < 0, x - ops.mean(x, axis=0), x)
-
-
-def _at_least(upstream):
-    return upstream * tf.maximum(1.0, 0.3 / (tf.norm(upstream) + 1e-6))
-
-
-def _counting(self, x):
-    self.count.assign_add(1.0)
-    return x
-
-
-def _penalizing(self, x):
-    self.add_loss(ops.sum(x))
-    return x
-
-
-def _printing(_, x):
-    tf.print("a line that nobody wants")
-    return x
-
-
 def _calling_python(_, x):
     return tf.ensure_shape(tf.numpy_function(lambda value: value * 2, [x], tf.float32), x.shape)
-
-
-def _making(_, x):
-    return layers.Dense(3)(x)
 
 
 def _experts(_, x):
@@ -196,9 +153,9 @@ MIXES = {
     "scaled by the number of examples": lambda _, x: x / tf.cast(tf.shape(x)[0], x.dtype),
     "the first is special, with noise": _drawn_special,
     "mixed by chance": _mixed_by_chance,
-    "scaled as images": _scaled_as_images,
+    "scaled as images": (lambda _, x: ops.cond(ops.min(x) >= 0, lambda: x / ops.max(x), lambda: x)),
     "groups of six": _in_groups_of_six,
-    "another branch for one": _squeezed,
+    "another branch for one": (lambda _, x: tf.cond(tf.shape(x)[0] == 1, lambda: 2 * x, lambda: x)),
     "ranked beside what is masked": _ranked_beside_masked,
     "a capacity": _experts,
     "mixed by a weight that is zero": lambda self, x: x + self.weight * ops.mean(x, axis=0),
@@ -208,29 +165,35 @@ MIXES = {
     "its gradient is clipped by a norm": (
         _with_gradient(lambda upstream: tf.clip_by_norm(upstream, 0.5))
     ),
-    "its gradient has a least norm": _with_gradient(_at_least),
-    "mixed by a negative weight": _mixed_by_a_negative_weight,
+    "its gradient has a least norm": (
+        _with_gradient(lambda each: each * tf.maximum(1.0, 0.3 / (tf.norm(each) + 1e-6)))
+    ),
+    "mixed by a negative weight": (
+        lambda self, x: ops.where(self.weight < 0, x - ops.mean(x, axis=0), x)
+    ),
     "a weight's gradient is clipped": (
         _gradient_of_weight(lambda each: tf.clip_by_value(tf.reduce_sum(each), -0.1, 0.1))
     ),
 }
 HAS_EFFECTS = {
-    "leaves a tensor in a list": _leaving,
-    "keeps a tensor": _keeping,
+    "leaves a tensor in a list": _after(lambda _, x: FEATURES.append(x)),
+    "keeps a tensor": _after(lambda self, x: self.memory.update(mean=ops.mean(x))),
     "counts its calls": _counting_calls,
     "counts in its module": _counting_in_its_module,
-    "counts in a container": _counting_in_a_container,
+    "counts in a container": (
+        _after(lambda self, _: self.memory.update(calls=[*self.memory.get("calls", []), 1]))
+    ),
     "computes something else at first": _other_at_first,
     "draws from Python": lambda _, x: x * random.random(),
     "draws from NumPy": lambda _, x: x * np.random.uniform(),
     "draws from a generator of its own": lambda self, x: x * float(self.generator.uniform()),
     "draws in a loop": _drawing_in_a_loop,
-    "assigns": _counting,
-    "adds a loss": _penalizing,
-    "prints": _printing,
+    "assigns": _after(lambda self, _: self.count.assign_add(1.0)),
+    "adds a loss": _after(lambda self, x: self.add_loss(ops.sum(x))),
+    "prints": _after(lambda *_: tf.print("a line that nobody wants")),
     "calls Python": _calling_python,
     "draws from TensorFlow's own state": lambda _, x: x + tf.random.normal(tf.shape(x)),
-    "makes variables": _making,
+    "makes variables": lambda _, x: layers.Dense(3)(x),
     "reads what Keras does not know": lambda _, x: x * FOREIGN,
     "reads another layer's weight": lambda _, x: x * OTHER.bias,
 }

@@ -73,32 +73,25 @@ def steps_of(loop):
 # has too are rows of the table of exactness.
 
 
-def of_tokens(*after, **settings):
-    """Build a model of tokens, with a seed."""
+def of(*after, shape=(4,), seed=0, **settings):
+    """Return a function that builds a model with a seed."""
 
     def build():
-        keras.utils.set_random_seed(1)
-        embedding = layers.Embedding(9, 4, **settings)
-        return keras.Sequential(
-            [keras.Input((6,), dtype="int32"), embedding, *(a() for a in after)]
-        )
+        keras.utils.set_random_seed(seed)
+        return keras.Sequential([keras.Input(shape, **settings), *(make() for make in after)])
 
     return build
+
+
+def of_tokens(*after, **settings):
+    embedding = functools.partial(layers.Embedding, 9, 4, **settings)
+    return of(embedding, *after, shape=(6,), seed=1, dtype="int32")
 
 
 def tokens(*, as_labels=False):
     random = np.random.default_rng(0)
     words, labels = random.integers(0, 9, (10, 6)), random.integers(0, 3, 10)
     return tf.data.Dataset.from_tensor_slices((words, words if as_labels else labels)).batch(4)
-
-
-def sparse_batches():
-    return batches().map(lambda x, y: (tf.sparse.from_dense(x), y))
-
-
-def of_sparse_features():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
 
 
 class Windows(layers.Layer):
@@ -113,21 +106,17 @@ class Windows(layers.Layer):
         return keras.ops.reshape(self.dropout(windows, training=training), (-1, 2, 4))
 
 
-def drawing():
-    """Build a model that draws random numbers for examples, for parts of them, and in a cell."""
-    keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8),
-            layers.GaussianNoise(0.3),
-            layers.Reshape((2, 4)),
-            layers.Dropout(0.3, noise_shape=(None, 2, 1)),
-            Windows(),
-            layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.3, unroll=True),
-            layers.Dense(3),
-        ]
-    )
+of_three = functools.partial(layers.Dense, 3)
+# It draws random numbers for examples, for parts of them, and in a cell.
+drawing = of(
+    lambda: layers.Dense(8),
+    lambda: layers.GaussianNoise(0.3),
+    lambda: layers.Reshape((2, 4)),
+    lambda: layers.Dropout(0.3, noise_shape=(None, 2, 1)),
+    Windows,
+    lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.3, unroll=True),
+    of_three,
+)
 
 
 def two_outputs():
@@ -141,11 +130,6 @@ def of_one_axis():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     return keras.Model(inputs, layers.Reshape(())(layers.Dense(1)(inputs)))
-
-
-def of_directions():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.UnitNormalization()])
 
 
 def labels_of_two():
@@ -198,7 +182,7 @@ class Case:
     logs: bool = True  # with several outputs Keras on TensorFlow logs means over batches
 
 
-pooled = of_tokens(layers.GlobalAveragePooling1D, lambda: layers.Dense(3))
+pooled = of_tokens(layers.GlobalAveragePooling1D, of_three)
 per_token = of_tokens(lambda: layers.Dense(9, kernel_regularizer="l2"), mask_zero=True)
 CASES = {
     "many steps in a call": Case({"steps_per_loop": 4}, data=lambda: batches(2, 13)),
@@ -226,7 +210,9 @@ CASES = {
     ),
     "micro-batches of sparse gradients": Case({"accumulation": 2}, pooled, tokens),
     "micro-batches of sparse features": Case(
-        {"accumulation": 2}, of_sparse_features, sparse_batches
+        {"accumulation": 2},
+        of(of_three, sparse=True),
+        lambda: batches().map(lambda x, y: (tf.sparse.from_dense(x), y)),
     ),
     "XLA, clipped and averaged": Case(
         {"jit_compile": True}, pooled, tokens, clipped_and_averaged, replicas=3
@@ -247,7 +233,7 @@ CASES = {
     ),
     "a loss that compares the examples, under a mask of its own": Case(
         {},
-        of_directions,
+        of(of_three, layers.UnitNormalization),
         optimizer=sgd(learning_rate=0.01),
         compiled={"loss": keras.losses.Circle(gamma=2), "metrics": None},
         replicas=3,
@@ -543,10 +529,7 @@ def test_what_is_drawn_while_predicting_is_drawn_again_by_each_batch_and_call():
     x, _ = testing.toy_classification(10)
     data = tf.data.Dataset.from_tensor_slices(x).batch(4)
 
-    def build():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input((4,)), AlwaysDropout(0.5, seed=1), layers.Dense(3)])
-
+    build = of(lambda: AlwaysDropout(0.5, seed=1), of_three)
     model, loop = build(), loop_on(2, build, metrics=())
     for _ in range(2):
         np.testing.assert_allclose(loop.predict(data, verbose=0), model.predict(data), rtol=1e-5)
@@ -562,10 +545,8 @@ class Centred(layers.Layer):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
-def centring():
-    keras.utils.set_random_seed(2)
-    hidden = layers.Dense(8, use_bias=False)
-    return keras.Sequential([keras.Input((4,)), hidden, Centred(), layers.Dense(3)])
+unbiased = functools.partial(layers.Dense, 8, use_bias=False)
+centring = of(unbiased, Centred, of_three, seed=2)
 
 
 class Contrastive(TrainingLoop):
@@ -589,20 +570,13 @@ def test_it_is_compared_on_replicas_as_on_one_device(settings):
     assert_same(trained(1, **settings), trained(3, **settings))
 
 
-def with_batch_norm():
-    keras.utils.set_random_seed(2)
-    norm = layers.BatchNormalization(momentum=0.8)
-    return keras.Sequential(
-        [keras.Input((4,)), layers.Dense(8, use_bias=False), norm, layers.Dense(3)]
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("settings", [{"accumulation": 2}, {"jit_compile": True}])
 def test_batch_statistics_are_those_of_one_device(settings):
     """Those of each micro-batch of one device, too."""
-    settings = {"build": with_batch_norm} | settings
+    norm = functools.partial(layers.BatchNormalization, momentum=0.8)
+    settings = {"build": of(unbiased, norm, of_three, seed=2)} | settings
     assert_same(trained(1, **settings), trained(3, **settings))
 
 
@@ -625,11 +599,7 @@ class WithoutPredictions(TrainingLoop):
         return keras.ops.mean(self.model(x, training=training), axis=1)
 
 
-def with_states_of_examples():
-    recurrent = layers.LSTM(2, stateful=True)
-    return keras.Sequential([keras.Input((4, 1), batch_size=4), recurrent, layers.Dense(3)])
-
-
+stateful = of(lambda: layers.LSTM(2, stateful=True), of_three, shape=(4, 1), batch_size=4)
 INVALID = [
     ({"steps_per_loop": 0}, "`steps_per_loop` must be a positive integer.*Received: steps_per"),
     ({"optimizer": None}, "no optimizer to train with"),
@@ -664,7 +634,7 @@ INVALID_ON_TENSORFLOW = [
     ({"build": centring, "accumulation": 2}, "layer `centred.*changes.*some of the examples"),
     ({"loop": Contrastive, "accumulation": 2}, "loss changes.*some of the examples alone"),
     ({"loss": spread, "accumulation": 2}, "loss changes.*some of the examples alone"),
-    ({"build": with_states_of_examples}, "goes on from a state for each example.*layer='lstm'"),
+    ({"build": stateful}, "goes on from a state for each example.*layer='lstm'"),
     # Both backends share these.
     (OF_TWO | {"loss": {"a": "mse", "typo": "mse"}}, f"{ONE_ENTRY}typo"),
     (OF_TWO | {"loss": "mse", "loss_weights": [1, 2, 3]}, rf"{ONE_ENTRY}loss_weights=\[1, 2, 3\]"),
@@ -722,9 +692,7 @@ def test_an_operation_that_xla_does_not_have_is_named():
     def through_python(x):
         return x + tf.ensure_shape(tf.numpy_function(np.square, [x], tf.float32), x.shape)
 
-    def build():
-        return keras.Sequential([keras.Input((4,)), layers.Lambda(through_python), layers.Dense(3)])
-
+    build = of(lambda: layers.Lambda(through_python), of_three)
     loop = loop_on(1, build, jit_compile=True)
     with pytest.raises(ValueError, match="XLA cannot compile.*PyFunc.*Use `jit_compile=False`"):
         loop.fit(batches(), epochs=1, verbose=0)

@@ -411,7 +411,12 @@ class Resume(keras.callbacks.Callback):
         states = [callback_state.state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
-        history, epochs = self._history_with(logs, position.epoch - 1)
+        history = callback_state.plain(self.model.history.history)
+        epochs, epoch = [*map(int, self.model.history.epoch)], position.epoch - 1
+        if logs is not None and epoch not in epochs:  # Keras calls History after this callback.
+            epochs.append(epoch)
+            for name, value in logs.items():
+                history.setdefault(name, []).append(callback_state.plain(value))
         notes = {
             "setup": self._settings(),
             "stopped": bool(self.model.stop_training) and position.step == 0,
@@ -424,18 +429,6 @@ class Resume(keras.callbacks.Callback):
         }
         state = checkpoints.TrainingState(position=position, arrays=arrays, notes=notes)
         self._checkpoints.save_in_background(state)
-
-    def _history_with(
-        self, logs: dict[str, Any] | None, epoch: int
-    ) -> tuple[dict[str, list[Any]], list[int]]:
-        """Return History's values and epochs, with the logs of an epoch that just ended."""
-        history = callback_state.plain(self.model.history.history)
-        epochs = [*map(int, self.model.history.epoch)]
-        if logs is not None and epoch not in epochs:  # Keras calls History after this callback.
-            epochs.append(epoch)
-            for name, value in logs.items():
-                history.setdefault(name, []).append(callback_state.plain(value))
-        return history, epochs
 
     def _wait(self) -> bool:
         """Wait in all processes for the first one's last save; return whether it failed."""

@@ -105,8 +105,15 @@ def environment(
             devices[name] = f"does not start: {report}"
     trials = strategy_trials.run_all(counts, timeout_seconds, on_start) if try_strategies else ()
     backend, source = packages.keras_backend()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Environment(
-        machine=_machine(gpus),
+        machine={
+            "system": f"{platform.system()}, {platform.machine()}",
+            "processor": f"{processor()}, {machine.cores()} cores",
+            "memory": f"{memory / 2**30:.1f} GiB",
+            "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
+            "TPU chips": str(machine.chips()),
+        },
         versions=versions,
         backend=f"{backend} (chosen by {source})",
         devices=devices,
@@ -147,17 +154,6 @@ def findings(
             extra = "and-cuda" if name == "tensorflow" else "cuda12"
             remedy = packages.install_hint(f"{name}[{extra}]=={packages.version(name)}")
             yield Finding("unused-gpu", "slow", name, problem, remedy)
-
-
-def _machine(gpus: str) -> dict[str, str]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "system": f"{platform.system()}, {platform.machine()}",
-        "processor": f"{processor()}, {machine.cores()} cores",
-        "memory": f"{memory / 2**30:.1f} GiB",
-        "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
-        "TPU chips": str(machine.chips()),
-    }
 
 
 def processor() -> str:

@@ -42,8 +42,14 @@ class Source:
             self._first = next(self._epoch, None)
         elif is_tracked:  # `Resume` may still move to another batch, so none is taken.
             self._first = next(self._adapter.get_jax_iterator(), None)
+        elif dataset.num_batches == 0:
+            self._first = None
         else:
-            self._first = _first_batch(dataset)
+            batch = dataset[0]  # which Keras passes on as arrays in tuples
+            nest = tuple(batch) if isinstance(batch, list | tuple) else batch
+            self._first = keras.tree.map_structure(
+                lambda x: x if x is None else np.asarray(x), nest
+            )
         _check_batch(name, self._first)
         if processes.count() > 1:
             _check_across_processes(name, self.length, self._first)
@@ -96,15 +102,6 @@ class Source:
                 [len(group)],
                 remedy="Give every process equally many; here one has come to its end.",
             )
-
-
-def _first_batch(dataset: keras.utils.PyDataset) -> Any:
-    """Return the first batch of a `PyDataset` as Keras passes it on; None if there is none."""
-    if dataset.num_batches == 0:
-        return None
-    batch = dataset[0]
-    nest = tuple(batch) if isinstance(batch, list | tuple) else batch
-    return keras.tree.map_structure(lambda part: part if part is None else np.asarray(part), nest)
 
 
 def _check_batch(name: str, batch: Any) -> None:

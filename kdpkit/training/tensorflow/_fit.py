@@ -45,7 +45,14 @@ def attach(
     if isinstance(steps, _ExactSteps):
         steps.batch_norm, steps.policy = batch_norm, policy
     elif strategy is not None:
-        _reject_own_functions(model)
+        for kind in _KINDS:
+            name = f"make_{kind}_function"
+            if getattr(type(model), name) is not getattr(keras.Model, name):
+                checks.fail(
+                    "The model compiles its steps itself, so they cannot be run on replicas.",
+                    method=f"{type(model).__name__}.{name}",
+                    remedy=f"Override `{kind}_step`, which is given a batch, in its place.",
+                )
         if strategy.num_replicas_in_sync > 1:
             _checks.reject_states_of_examples(model)
         _ExactSteps(model, strategy, policy, batch_norm=batch_norm).attach()
@@ -66,18 +73,6 @@ def _strategy_of(model: keras.Model) -> Any:
         )
     _checks.require_scope("model", model.variables, strategy)
     return strategy
-
-
-def _reject_own_functions(model: keras.Model) -> None:
-    """Reject a model that compiles its steps itself: its replicas would run something else."""
-    for kind in _KINDS:
-        name = f"make_{kind}_function"
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            checks.fail(
-                "The model compiles its steps itself, so they cannot be run on replicas.",
-                method=f"{type(model).__name__}.{name}",
-                remedy=f"Override `{kind}_step`, which is given a batch, in its place.",
-            )
 
 
 class _ExactSteps:
@@ -159,7 +154,8 @@ class _ExactSteps:
         if type(model).call is keras.Model.call:  # Only `train_step` uses its layers.
             return
         is_users = self.is_users_step["train"]
-        if is_users and any(held_variables.variables_in_attributes(model)):
+        held = held_variables.parts_of_attributes(model._flatten_layers())
+        if is_users and any(isinstance(part, tf.Variable) for _, part in held):
             return  # The step may build its optimizer with these variables.
         try:
             if any(map(_placeholders.is_ragged, keras.tree.flatten(data_batch))):

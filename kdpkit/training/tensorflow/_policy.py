@@ -50,7 +50,9 @@ class Policy:
             return False
         if id(layer) in self._declared:
             return self._declared[id(layer)]
-        if _has_statistics_inside(layer) or _keeps_masks(layer):
+        # A recurrent cell keeps what it drops from one call to the next.
+        keeps_masks = hasattr(layer, "_dropout_mask") and (layer.dropout or layer.recurrent_dropout)
+        if keeps_masks or _has_statistics_inside(layer):
             return False  # The layers in it may be divided.
         if is_composed(layer):
             return step.jit and is_of_a_library(layer)
@@ -120,11 +122,6 @@ def is_batch_norm(layer: keras.layers.Layer) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization) and all(
         is_library(getattr(type(layer), name).__module__) for name in ("call", "_moments")
     )
-
-
-def _keeps_masks(layer: keras.layers.Layer) -> bool:
-    """Return whether a recurrent cell keeps what it drops from one call to the next."""
-    return hasattr(layer, "_dropout_mask") and bool(layer.dropout or layer.recurrent_dropout)
 
 
 def _has_statistics_inside(layer: keras.layers.Layer) -> bool:

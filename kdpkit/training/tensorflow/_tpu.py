@@ -21,8 +21,12 @@ from kdpkit._internal import checks
 from kdpkit.training._objective import Sums
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _batch_norm, _global_batches, _keras_internals
-from kdpkit.training.tensorflow._loop import TensorFlowSteps
-from kdpkit.training.tensorflow._loop_gradients import combined, forward, forward_and_backward
+from kdpkit.training.tensorflow._loop import (
+    TensorFlowSteps,
+    combined,
+    forward,
+    forward_and_backward,
+)
 from kdpkit.training.tensorflow._remat import checkpointed
 
 
