@@ -149,7 +149,6 @@ def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
     model = language_model(size=20_000, policy="float32")
     report = check_input((TOKENS, TOKENS), model=model, batch_size=16)
     (finding,) = (each for each in report.findings if each.rule == "logits")
-    assert not report.clean
     assert "20,000 tokens are held at 8,192 positions at once" in finding.problem
     assert f"{20_000 * 8192 * 8 / 2**30:.3g} GiB" in finding.problem
     assert "logits" not in found(ChunkedLoop(model, optimizer="adam"))
