@@ -22,6 +22,10 @@ TOKENS = np.zeros((16, 512), "int32")
 IS_JAX = keras.backend.backend() == "jax"
 
 
+def planned(test):
+    return pytest.mark.jax(pytest.mark.needs(jax="0.10", reason="memory is planned")(test))
+
+
 @pytest.fixture(autouse=True)
 def settings():
     before = keras.config.dtype_policy()
@@ -119,7 +123,7 @@ def test_a_cpu_and_tensorflow_have_no_fused_attention_and_say_so():
         assert (finding.level, finding.remedy) == ("note", "Train with KERAS_BACKEND=jax.")
 
 
-@pytest.mark.jax
+@planned
 def test_without_its_dropout_an_attention_needs_less_memory():
     def plan(rate):
         data = batches.ArrayBatches((TOKENS, TOKENS), global_batch_size=4)
@@ -155,7 +159,7 @@ def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
     assert "logits" not in found(language_model(size=100))
 
 
-@pytest.mark.jax
+@planned
 def test_logits_in_chunks_take_less_memory():
     def plan(loop, **settings):
         data = batches.ArrayBatches((TOKENS, TOKENS), global_batch_size=16)
