@@ -47,27 +47,34 @@ class Operation(NamedTuple):
 def traced(trainer: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
     batch = _as_fit_passes_it(trainer, batch)
-    if keras.backend.backend() == "jax":
-        import jax
+    with versions.unbuilt_losses(training_step.model_of(trainer)):
+        return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(trainer, batch)]
 
-        batch = jax.tree.map(
-            lambda part: part if isinstance(part, jax.ShapeDtypeStruct) else np.asarray(part), batch
-        )
-        variables = training_step.model_of(trainer).variables
 
-        def losses(values: list[jax.Array], batch: Any) -> Any:
-            with keras.StatelessScope(state_mapping=zip(variables, values, strict=True)):
-                return _losses(trainer, batch)
+def _of_jax(trainer: Any, batch: Any) -> Iterator[Operation]:
+    import jax
 
-        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in variables]
-        return [*of_jaxpr(jax.make_jaxpr(losses)(shapes, batch).jaxpr)]
+    batch = jax.tree.map(
+        lambda part: part if isinstance(part, jax.ShapeDtypeStruct) else np.asarray(part), batch
+    )
+    variables = training_step.model_of(trainer).variables
+
+    def losses(values: list[jax.Array], batch: Any) -> Any:
+        with keras.StatelessScope(state_mapping=zip(variables, values, strict=True)):
+            return _losses(trainer, batch)
+
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in variables]
+    return of_jaxpr(jax.make_jaxpr(losses)(shapes, batch).jaxpr)
+
+
+def _of_tensorflow(trainer: Any, batch: Any) -> Iterator[Operation]:
     import tensorflow as tf
 
     specs = keras.tree.map_structure(
         lambda part: part if part is None else tf.type_spec_from_value(part), batch
     )
     function = tf.function(lambda batch: _losses(trainer, batch), autograph=False)
-    return [*_of_graph(function.get_concrete_function(specs).graph)]
+    return _of_graph(function.get_concrete_function(specs).graph)
 
 
 def _as_fit_passes_it(trainer: Any, batch: Any) -> Any:
@@ -92,9 +99,7 @@ def _losses(trainer: Any, batch: Any) -> Any:
     if training_step.is_loop(trainer):
         losses, _predictions = trainer.per_example_loss(x, y, training=True)
         return losses
-    outputs = trainer(x, training=True)
-    with versions.unbuilt_losses(trainer):
-        return trainer.compute_loss(x, y, outputs, sample_weight, training=True)
+    return trainer.compute_loss(x, y, trainer(x, training=True), sample_weight, training=True)
 
 
 def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[Operation]:
