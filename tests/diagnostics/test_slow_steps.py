@@ -201,6 +201,23 @@ def test_batches_too_small_for_the_update_are_found_and_larger_ones_are_faster(m
     assert 2 / small.step_seconds < 64 / large.step_seconds / 2
 
 
+def test_micro_batches_and_blocks_computed_again_hold_less_of_the_scores():
+    class Block(layers.Layer):
+        def call(self, x):
+            return ops.softmax(ops.matmul(x, ops.transpose(x, (0, 2, 1)))) @ x
+
+    def size(**settings):
+        inputs = keras.Input((512, 8))
+        model = keras.Model(inputs, Block()(Block()(inputs)))
+        loop = TrainingLoop(model, optimizer="sgd", loss="mse", **settings)
+        batch = (np.zeros((256, 512, 8), "float32"),) * 2
+        return found(loop, CPU, batch)["attention"].problem
+
+    assert "512 MiB" in size()
+    assert "128 MiB" in size(accumulation=4)
+    assert "256 MiB" in size(remat=True)
+
+
 # No false alarm.
 
 STEP = {"step", "attention", "logits", "float32", "small-batch"}
@@ -288,10 +305,19 @@ def test_a_step_that_raises_is_a_finding_and_one_of_its_own_is_not_looked_at():
         def train_step(self, *arguments):
             return super().train_step(*arguments)
 
+    class Prepared(keras.Sequential):
+        def fit(self, *arguments, **settings):
+            return super().fit(*arguments, **settings)
+
     x = np.zeros((32, 8), "float32")
-    for kind, rules, checked in ((keras.Sequential, ["step"], "step"), (Own, [], "train")):
+    for kind, rules, checked, eager in (
+        (keras.Sequential, ["step"], "step", False),
+        (keras.Sequential, [], "train", True),
+        (Own, [], "train", False),
+        (Prepared, [], "train", False),
+    ):
         model = kind([layers.Dense(4), layers.Reshape((3,))])
-        model.compile("adam", "mse")
+        model.compile("adam", "mse", run_eagerly=eager)
         report = check_input((x, x), model=model)
         assert [each.rule for each in report.findings] == rules
         assert report.checked[-1] == checked

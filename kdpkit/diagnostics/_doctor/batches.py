@@ -40,6 +40,10 @@ class Batches:
     first: Any
     examples: int
 
+    @property
+    def are_dense(self) -> bool:
+        return all(part.is_dense for part in self.parts)
+
 
 def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
     """Look at the first batch of a dataset or of arrays, and at what shows whether others differ.

@@ -139,16 +139,14 @@ def _is_program(part: Any) -> bool:
 def _of_graph(graph: Any) -> Iterator[Operation]:
     """Yield the operations of a graph of TensorFlow, whose shapes are all known."""
     for operation in graph.get_operations():
-        kind, place, inputs, outputs = (
-            getattr(operation, name) for name in ("type", "name", "inputs", "outputs")
-        )
+        kind, place = operation.type, operation.name
+        inputs, outputs = operation.inputs, operation.outputs
         if kind.endswith(("While", "If", "PartitionedCall")):
             yield Operation("function", place, (), "")
-        shapes = [tuple(part.shape) for part in inputs if part.shape.is_fully_defined()]
-        if not (inputs and outputs and outputs[0].shape.is_fully_defined()):
+        is_known = all(part.shape.is_fully_defined() for part in (*inputs, *outputs[:1]))
+        if not (inputs and outputs and is_known):
             continue
-        if len(shapes) < len(inputs):
-            continue
+        shapes = [tuple(part.shape) for part in inputs]
         shape, dtype = _squeezed(outputs[0].shape), inputs[0].dtype.name
         if kind in ("MatMul", "BatchMatMulV2"):
             is_turned = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
@@ -162,7 +160,7 @@ def _of_graph(graph: Any) -> Iterator[Operation]:
             inner = math.prod(size for letter, size in sizes if letter not in result + _DIGITS)
             is_batched = bool({*left} & {*right} & {*result})
             yield Operation("product", place, shape, dtype, inner, is_batched)
-        elif kind == "Conv2D":
+        elif kind in ("Conv2D", "Conv3D"):
             yield Operation("product", place, shape, dtype, math.prod(shapes[1][:-1]))
         elif "Softmax" in kind:
             yield Operation("softmax", place, _squeezed(shapes[0]), dtype)

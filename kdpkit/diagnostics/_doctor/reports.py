@@ -100,9 +100,9 @@ def check_input(
             findings += arrays.of_order(part, count, model, shuffle=shuffle)
     checked = [*data]
     if training_step.can_be_traced(model) and check_results.are_notes(findings):
-        first = batches.batches_of(dataset, batch_size)
-        if all(part.is_dense for part in first.parts):
-            findings += slow_steps.findings(model, first.first)
+        data_of_step = batches.batches_of(dataset, batch_size)
+        if data_of_step.are_dense:
+            findings += slow_steps.findings(model, data_of_step.first)
             checked.append("step")
     return Report(check_results.in_order(findings), tuple(checked))
 

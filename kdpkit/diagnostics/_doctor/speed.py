@@ -84,21 +84,21 @@ def check_speed(
     """
     seconds = checks.number("seconds", seconds, above=0)
     check_trainer(model)
-    first = batches.batches_of(dataset, batch_size).first
+    seen = batches.batches_of(dataset, batch_size)
     try:
         with contextlib.ExitStack() as undisturbed:
-            training_step.build(model, first)
+            training_step.build(model, seen.first)
             undisturbed.enter_context(unchanged(training_step.model_of(model)))
             stage = None
             findings: list[Finding] = []
-            if training_step.can_be_traced(model):
-                findings += slow_steps.of_step(model, first)
+            if training_step.can_be_traced(model) and seen.are_dense:
+                findings += slow_steps.of_step(model, seen.first)
             if batches.is_tf_dataset(dataset):
                 from kdpkit.pipelines import _measure  # TensorFlow is there
 
                 undisturbed.enter_context(_measure.undisturbed(dataset))
                 stage = _measure.slowest_stage(dataset, seconds=seconds / 8)
-            each, held = seconds / (2 * _ROUNDS), batches.repeated(first)
+            each, held = seconds / (2 * _ROUNDS), batches.repeated(seen.first)
             rounds = [
                 [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]
                 for _ in range(_ROUNDS)
