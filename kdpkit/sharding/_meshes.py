@@ -23,7 +23,12 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
     Logical CPU devices need two threads each, or XLA can hang. `kdpkit.testing.use_logical_cpus`
     and the recipes' `--replicas` set that; if you set XLA_FLAGS by hand, also set PJRT_NPROC.
 
-    The `devices`, and when they raise, are as in `DataParallel`.
+    Args:
+        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
+            all devices of all processes.
+
+    Raises:
+        ValueError: More devices than available, none, or one twice.
 
     >>> mesh = data_mesh(2)
     >>> mesh.axis_names, mesh.size

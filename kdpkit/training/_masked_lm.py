@@ -91,7 +91,8 @@ def _at_positions(sequence: Tensor, positions: Tensor) -> Tensor:
         return ops.take_along_axis(sequence, ops.expand_dims(positions, -1), axis=1)
     # The same numbers by a product. The gradient of a gather has axes in another order, in which
     # XLA then computes, and transposes, what is before it.
-    return ops.matmul(ops.one_hot(positions, sequence.shape[1], dtype=sequence.dtype), sequence)
+    is_there = ops.expand_dims(positions, -1) == ops.arange(ops.shape(sequence)[1], dtype="int32")
+    return ops.matmul(ops.cast(is_there, sequence.dtype), sequence)
 
 
 def _head_of(model: keras.Model) -> Any:
