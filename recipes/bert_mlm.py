@@ -117,8 +117,10 @@ def main(argv=None):
 
     def held_out(lines):
         examples = tokenized(lines, sequence_length=length)  # each line in sequences of its own
-        batches = pipelines.eval_pipeline(examples, prepare=mask_tokens, global_batch_size=size)
-        return batches.apply(pipelines.normalize_weights)  # with 0 at padding
+        padded = pipelines.eval_pipeline(
+            examples, prepare=mask_tokens, remainder="pad", global_batch_size=size
+        )  # batches of one size, as XLA and TPUs prefer
+        return padded.apply(pipelines.normalize_weights)  # the loss is the mean over masked tokens
 
     pack = pipelines.pack_tokens(length, **text.special_ids(tokenizer))
     train = pipelines.train_pipeline(

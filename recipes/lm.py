@@ -118,7 +118,7 @@ def main(argv=None):
         global_batch_size=size,
     )
     validation, test = (
-        batches.ArrayBatches(examples(split), mode="eval", remainder="keep", global_batch_size=size)
+        batches.ArrayBatches(examples(split), mode="eval", global_batch_size=size)
         for split in (splits.validation, splits.test)
     )
     steps = len(train) * args.epochs

@@ -66,7 +66,7 @@ def main(argv=None):
         global_batch_size=size,
     )
     held_out = tf.data.Dataset.from_tensor_slices(tuple(splits.test))
-    test = pipelines.eval_pipeline(held_out, remainder="keep", global_batch_size=size)
+    test = pipelines.eval_pipeline(held_out, global_batch_size=size)
     steps = len(train)
 
     with strategy.scope():

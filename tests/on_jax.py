@@ -9,6 +9,7 @@ ON_JAX = {
         "tests/test_doctests.py",
         "tests/test_batches.py",
         "tests/test_batch_sources.py",
+        "tests/pipelines/test_validation.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
         "tests/test_tpus.py",

@@ -30,13 +30,14 @@ class ArrayBatches(keras.utils.PyDataset):
             number of examples. Missing labels may be `None`. Or a `Source`.
         global_batch_size: Examples in a batch, over all devices and processes.
         seed: Fixes the order of every epoch; None keeps the order of the data.
-        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. On JAX plain Keras raises if
-            the devices do not divide a batch; `kdpkit.training` trains on it exactly.
+        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch; None drops it with the mode
+            `"train"`, and keeps it with `"eval"`. On JAX plain Keras raises if the devices do not
+            divide a batch; `kdpkit.training` trains and evaluates on it exactly.
         mode: How a padded batch, which repeats its last example with weight 0, is weighted. With
             `"train"` its loss is the mean over its real examples, which weigh `global_batch_size /
             n` each. With `"eval"` all real examples have the same weight, and weights average 1
-            over an epoch, so the loss of `evaluate` is the mean over all real examples; use
-            `weighted_metrics`.
+            over an epoch, so the loss of `evaluate` is the mean over all real examples. Metrics
+            have to be in `weighted_metrics`: those in `metrics` count the padding.
         augment: A function of a batch and a `numpy.random.Generator`, a new one for every batch of
             every epoch. It gets the examples of this process.
         steps_per_epoch: Batches in an epoch; None takes all. If fewer, each epoch takes the first
@@ -67,7 +68,7 @@ class ArrayBatches(keras.utils.PyDataset):
         *,
         global_batch_size: int,
         seed: int | None = None,
-        remainder: str = "drop",
+        remainder: str | None = None,
         mode: str = "train",
         augment: Callable[[Batch, np.random.Generator], Batch] | None = None,
         steps_per_epoch: int | None = None,
@@ -81,8 +82,9 @@ class ArrayBatches(keras.utils.PyDataset):
         self._source = data
         self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
         self.seed = seed if seed is None else checks.integer("seed", seed, minimum=0)
-        self.remainder = checks.one_of("remainder", remainder, ("drop", "pad", "keep"))
         self.mode = checks.one_of("mode", mode, ("train", "eval"))
+        remainder = remainder or {"train": "drop", "eval": "keep"}[self.mode]
+        self.remainder = checks.one_of("remainder", remainder, ("drop", "pad", "keep"))
         self.augment = augment
         self.process_count = checks.integer("process_count", process_count)
         self.process_index = checks.integer("process_index", process_index, minimum=0)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
-from kdpkit.pipelines._padding import Transform, pad_to_global_batch
+from kdpkit.pipelines._padding import Transform, padded
 from kdpkit.pipelines._stages import Stage, paths, require_dataset, require_examples
 
 _REMAINDERS = ("drop", "pad", "keep")
@@ -24,8 +24,9 @@ class PipelineConfig:
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
         remainder: What happens to a smaller last training batch: `"drop"` removes it, `"pad"` pads
-            it (see `pad_to_global_batch`), `"keep"` keeps it: on several replicas only with
-            `kdpkit.training`, since plain Keras weights its examples wrongly.
+            it (see `pad_to_global_batch`; metrics then have to be in `weighted_metrics`), `"keep"`
+            keeps it: on several replicas only with `kdpkit.training`, since plain Keras weights its
+            examples wrongly.
     """
 
     cache: bool = True
@@ -121,12 +122,14 @@ def eval_pipeline(
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
-    remainder: str = "pad",
+    remainder: str = "keep",
 ) -> tf.data.Dataset:
     """Build the input for validation or test: filter, prepare, cache, batch, prefetch.
 
-    Nothing is shuffled, and by default every example is evaluated exactly once: the last batch is
-    padded with examples of weight 0, so use `weighted_metrics`.
+    Nothing is shuffled, and every example is evaluated once: `evaluate` and `fit(validation_data)`
+    report the loss and the metrics of one pass over the examples. On several replicas wrap the
+    model in `kdpkit.training.replica_exact`, or use `TrainingLoop`: plain Keras raises if the
+    replicas do not divide the first batch (TensorFlow), or any (JAX).
 
     Args:
         source: A finite dataset of single examples.
@@ -135,16 +138,19 @@ def eval_pipeline(
         replicas: Replicas that a batch is split over evenly.
         keep: A predicate on an example; only examples for which it is true are kept.
         prepare: A function of an example, applied once, before the cache.
-        remainder: `"pad"`, `"drop"` or `"keep"` a smaller last batch.
+        remainder: `"keep"` a smaller last batch; `"drop"` it, which leaves examples out; or `"pad"`
+            it for TPUs and XLA, which compile for one shape. Padding has weight 0, and the weights
+            average 1, so the loss is the same; metrics have to be in `weighted_metrics`, of which
+            those that count, such as `TruePositives`, are too large by that factor.
 
     Raises:
         ValueError: As `train_pipeline`.
 
     >>> pairs = tf.data.Dataset.from_tensor_slices(([1.0, 2.0, 3.0], [0, 1, 0]))
-    >>> for x, y, weight in eval_pipeline(pairs, global_batch_size=2, replicas=2):
-    ...     print(x.numpy(), y.numpy(), weight.numpy())
-    [1. 2.] [0 1] [1. 1.]
-    [3. 3.] [0 0] [1. 0.]
+    >>> for x, y in eval_pipeline(pairs, global_batch_size=2):
+    ...     print(x.numpy(), y.numpy())
+    [1. 2.] [0 1]
+    [3.] [0]
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
     fewest = global_batch_size if remainder == "drop" else 1
@@ -168,9 +174,10 @@ def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: st
 
     def batched(examples: tf.data.Dataset) -> tf.data.Dataset:
         batches = examples.batch(size, drop_remainder=remainder == "drop")
-        if remainder == "pad":
-            return batches.apply(pad_to_global_batch(size, mode=mode))
-        return batches
+        if remainder != "pad":
+            return batches
+        count = _count(examples) if mode == "eval" else None
+        return padded(batches, size, count and -(-count // size) * size / count)
 
     return batched
 

@@ -1,6 +1,7 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
@@ -48,6 +49,7 @@ def lint(
     - `split-after-shuffle`: `take` and `skip` that do not part the same examples in each epoch.
     - `repeat`, `runs-out`, `short-batch`: what an epoch is for `fit`.
     - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
+    - `padded-metrics`: padding counts in `metrics`, and not in `weighted_metrics`.
     - `python`, `serial-map`: what makes training wait, unless a cache makes it happen once.
 
     Of what you pass to `train_pipeline` as `augment`, only whether it calls Python is checked.
@@ -394,3 +396,13 @@ def _serial_map(pipeline: _Pipeline) -> _Faults:
         is_parallel = "Parallel" in type(stage.dataset).__name__
         if is_stateful and not (is_parallel or stage.calls_python or _is_cached(after)):
             yield "slow", stage, problem, remedy
+
+
+@_rule("padded-metrics")
+def _padded_metrics(pipeline: _Pipeline) -> _Faults:
+    for stage, _ in pipeline.of("map"):
+        pad = inspect.unwrap(stage.functions[0].call or len)
+        if pad.__module__ == "kdpkit.pipelines._padding" and pad.__name__ == "pad":
+            problem = "Padding has weight 0, which `metrics` ignore: there each padding counts."
+            remedy = "Compile the model with `weighted_metrics` in place of `metrics`."
+            yield "note", stage, problem, remedy

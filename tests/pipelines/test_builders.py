@@ -137,15 +137,20 @@ def test_no_tuning_thread_holds_up_the_end_of_an_epoch(build):
 
 
 @FEW
-@given(shards=generators.shards(min_examples=1))
-def test_evaluation_sees_every_example_once_in_order(shards):
+@given(shards=generators.shards(min_examples=1), remainder=st.sampled_from(["keep", "pad"]))
+def test_evaluation_sees_every_example_once_in_order(shards, remainder):
     size, numbers = shards.global_batch_size, np.arange(shards.examples)
     source = tf.data.Dataset.from_tensor_slices((numbers, numbers))
-    batches = eval_pipeline(source, global_batch_size=size, replicas=shards.processes)
+    settings_ = {"global_batch_size": size, "replicas": shards.processes, "remainder": remainder}
+    batches = eval_pipeline(source, **settings_)
     laws.every_example_once(batches, examples=(numbers, numbers))
-    seen = [int(number) for x, _, weight in batches for number in x[weight > 0]]
-    assert seen == [*numbers]
-    assert {len(x) for x, *_ in batches} == {size}
+    weights = [weight for *_, weight in batches] if remainder == "pad" else None
+    seen = np.concatenate([x for x, *_ in batches])
+    if weights is not None:
+        assert {len(weight) for weight in weights} == {size}
+        assert np.mean(weights) == pytest.approx(1)
+        seen = seen[np.concatenate(weights) > 0]
+    assert [*seen] == [*numbers]
     assert len(batches) == -(-shards.examples // size)
 
 

@@ -42,7 +42,7 @@ def test_any_nest_is_padded_and_its_real_examples_kept(data, filling, mode, weig
         # The last example, not zeros, of which some layers make NaN.
         rows = np.minimum(np.arange(size), examples - 1)
         np.testing.assert_array_equal(after, dense.numpy()[rows])
-    share = size / examples if mode == "train" else 1
+    share = size / examples  # of one batch in both modes
     given_weight = weights if weighted else np.ones(examples)
     expected = np.concatenate([given_weight * share, np.zeros((filling, *given_weight.shape[1:]))])
     np.testing.assert_allclose(padded[2], expected, rtol=1e-6)
