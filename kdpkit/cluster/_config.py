@@ -82,8 +82,8 @@ class ClusterConfig:
         """Read the cluster from the environment variables of this process.
 
         The first of these that is set is used: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, those of
-        JAX and Kubeflow Trainer, `torchrun`, Open MPI, and SLURM's in tasks started by `srun`.
-        `docs/how_to/cluster.md` lists the variables.
+        JAX and Kubeflow Trainer, `torchrun`, Open MPI, MPICH and other launchers of MPI, and
+        SLURM's in tasks started by `srun`. `docs/how_to/cluster.md` lists the variables.
 
         Args:
             environ: The variables; None reads `os.environ`.

@@ -22,6 +22,8 @@ ADDRESSES, COUNT, INDEX = (
 Environ: TypeAlias = Mapping[str, str]
 Arguments: TypeAlias = dict[str, Any]  # of a `ClusterConfig`
 
+# Variables that differ between jobs on one machine, so that their ports do, too.
+_JOBS = ("MASTER_PORT", "PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 # The first ports of jobs, below those from which Linux chooses for connections.
 _PORTS = range(10_000, 30_000, 16)
 _FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # in SLURM's lists
@@ -108,7 +110,7 @@ def _numbering(
     name: str,
     marks: tuple[str, ...],
     *,
-    first: Callable[[Environ], str | None],
+    first: Callable[[Environ], str | None] = lambda environ: None,  # noqa: ARG005 it is unknown
     local_count: str = "",
 ) -> Launcher:
     """Return a launcher that numbers the processes, and knows the first one's address at most.
@@ -123,13 +125,12 @@ def _numbering(
 
     def read(environ: Environ) -> Arguments:
         index, count = (_integer(mark, environ[mark]) for mark in marks[-2:])
-        local = environ.get(local_count)
-        if local and _integer(local_count, local) == count:
-            # These two variables differ between jobs on one machine, so their ports do, too.
-            port = _port_of(environ.get("MASTER_PORT") or environ.get("PMIX_NAMESPACE", ""))
+        local, address = environ.get(local_count), first(environ)
+        is_only = count == 1 and address is None
+        if is_only or (local and _integer(local_count, local) == count):
+            port = _port_of(next(filter(None, map(environ.get, _JOBS)), ""))
             addresses = [f"localhost:{port + number}" for number in range(count)]
             return {"workers": addresses, "index": index}
-        address = first(environ)
         if address is None:
             checks.fail(
                 f"The address of the first process is not among the variables of {name}.",
@@ -141,6 +142,12 @@ def _numbering(
         return {"workers": [address], "index": index, "processes": count}
 
     return Launcher(name, marks, read)
+
+
+def _of_mpi(name: str, prefix: str, **settings: Any) -> Launcher:
+    """Return a launcher whose variables have a prefix, and end as those of MPI libraries do."""
+    marks = tuple(f"{prefix}_{end}" for end in ("LOCAL_SIZE", "RANK", "SIZE"))
+    return _numbering(name, marks, local_count=marks[0], **settings)
 
 
 def _first_of_torchrun(environ: Environ) -> str | None:
@@ -156,6 +163,12 @@ def _first_of_open_mpi(environ: Environ) -> str | None:
         return None
     host = f"{match[1]}]" if match[1].startswith("[") else match[1]
     return f"{host}:{_port_of(uri.partition('.')[0])}"
+
+
+def _first_of_hydra(environ: Environ) -> str | None:
+    """Return the first node of the list that Hydra reads in a SLURM job; None elsewhere."""
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    return _first_of_slurm({**environ, "SLURM_STEP_NODELIST": nodes}) if nodes else None
 
 
 def _first_of_slurm(environ: Environ) -> str:
@@ -195,7 +208,7 @@ LAUNCHERS = (
     # Variables that were set for this program come before those that are set for every program.
     Launcher("TF_CONFIG", ("TF_CONFIG",), _from_tf_config),
     Launcher("KERAS_DISTRIBUTION", (ADDRESSES, COUNT, INDEX), _from_keras, is_set=any),
-    # Open MPI comes before SLURM, under which `mpirun` also runs.
+    # Launchers come before SLURM, under which they also run, and which sets PMI's variables itself.
     _numbering(
         "JAX",
         ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
@@ -207,15 +220,20 @@ LAUNCHERS = (
         first=_first_of_torchrun,
         local_count="LOCAL_WORLD_SIZE",
     ),
+    _of_mpi("Open MPI", "OMPI_COMM_WORLD", first=_first_of_open_mpi),
+    _of_mpi("MVAPICH", "MV2_COMM_WORLD"),
+    _of_mpi("jsrun", "JSM_NAMESPACE"),
+    _of_mpi("horovodrun", "HOROVOD"),
     _numbering(
-        "Open MPI",
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        first=_first_of_open_mpi,
-        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPICH or Intel MPI",  # whose `mpiexec` is Hydra
+        ("MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
+        first=_first_of_hydra,
+        local_count="MPI_LOCALNRANKS",
     ),
     _numbering(
         "SLURM",
         ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         first=_first_of_slurm,
     ),
+    _numbering("PMI (PALS, Flux)", ("PMI_RANK", "PMI_SIZE"), local_count="PMI_LOCAL_SIZE"),
 )

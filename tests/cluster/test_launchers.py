@@ -43,8 +43,20 @@ TORCHRUN = {
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "1",
 }
+# What MPICH 5.0.2 sets for the second of two processes; Intel MPI 2021.19 also sets an identifier.
+PMI = {"PMI_FD": "11", "PMI_RANK": "1", "PMI_SIZE": "2"}
+MPICH = PMI | {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+MPICH_OF_TWO = MPICH | {"MPI_LOCALNRANKS": "1"}
+INTEL = MPICH | {"I_MPI_HYDRA_UUID": "221c0000-5082-3e0f-5b61-0600b8442533"}
+PALS = PMI | {"PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
+PREFIXES = {"MVAPICH": "MV2_COMM_WORLD", "jsrun": "JSM_NAMESPACE", "horovodrun": "HOROVOD"}
+OTHERS = {
+    name: {f"{prefix}_LOCAL_SIZE": "2", f"{prefix}_RANK": "1", f"{prefix}_SIZE": "2"}
+    for name, prefix in PREFIXES.items()
+}
 JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
+S, T = _port_of(""), _port_of(INTEL["I_MPI_HYDRA_UUID"])
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,17 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
             f"[fd00::2]:{Q}",
             None,
         ),
+        (MPICH, f"localhost:{S} localhost:{S + 1}", f"localhost:{S + 1}"),
+        (INTEL, f"localhost:{T} localhost:{T + 1}", f"localhost:{T + 1}"),
+        (PALS, f"localhost:{S} localhost:{S + 1}", f"localhost:{S + 1}"),
+        *(
+            (each, f"localhost:{S} localhost:{S + 1}", f"localhost:{S + 1}")
+            for each in OTHERS.values()
+        ),
+        # Hydra starts one task of `srun` on each machine, and numbers the processes itself.
+        (MPICH_OF_TWO | SLURM | {"SLURM_PROCID": "0"}, f"n1:{P}", None),
+        (SLURM | PMI, f"n1:{P}", None),  # of `srun --mpi=pmi2`
+        (PMI | {"PMI_RANK": "0", "PMI_SIZE": "1"}, f"localhost:{S}", f"localhost:{S}"),
         (tf_config({"worker": ["a:1", "b:1"], "evaluator": ["e:1"]}), "a:1 b:1", "b:1"),
         (SLURM, f"n1:{P}", None),
         (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, f"a:{P}", None),
@@ -81,6 +104,7 @@ def test_clusters_as_recorded(environ, addresses, address):
     [
         (SLURM, {"SLURM_JOB_ID": "4713"}),
         (OPEN_MPI, {"PMIX_NAMESPACE": "745472002"}),
+        (INTEL, {"I_MPI_HYDRA_UUID": "281c0000-3ae7-3e0f-5b61-06000a067a64"}),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, {"MASTER_PORT": "29501"}),
     ],
 )
@@ -98,9 +122,11 @@ def test_jobs_have_ports_apart(environ, other):
 
 def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_schedulers():
     everything = SLURM | OPEN_MPI | JAX | KERAS | tf_config()  # `srun` numbers tasks for MPI too
-    for name in ("TF_CONFIG", "KERAS_DISTRIBUTION", "JAX", "Open MPI", "SLURM"):
+    everything |= MPICH | PALS
+    order = ("TF_CONFIG", "KERAS_DISTRIBUTION", "JAX", "Open MPI", "MPICH or Intel MPI", "SLURM")
+    for name in (*order, "PMI (PALS, Flux)"):
         assert cluster.source(everything) == name
-        marks = {"Open MPI": "OMPI_"}.get(name, name)
+        marks = {"Open MPI": "OMPI_", "MPICH or Intel MPI": "MPI_"}.get(name, name)
         everything = {key: value for key, value in everything.items() if not key.startswith(marks)}
     assert cluster.source({"RANK": "0", "WORLD_SIZE": "2"}) is None  # anybody's names
     assert cluster.source(BATCH_SCRIPT) is None  # which is one process
@@ -120,6 +146,8 @@ def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_sch
         ({COUNT: "2", INDEX: "0"}, f"{ADDRESSES} must be set too.*TPU"),
         (KERAS | {COUNT: "two"}, f"`{COUNT}` must be a non-negative integer.*'two'"),
         (TORCHRUN | {"MASTER_PORT": ""}, "the first.*torchrun.*WORLD_SIZE=2.*JAX_COORDINATOR"),
+        (MPICH_OF_TWO, "the first.*MPICH or Intel MPI.*PMI_SIZE=2.*JAX_COORDINATOR_ADDRESS=HOST"),
+        (PMI, "the first.*Flux.*PMI_SIZE=2.*JAX_COORDINATOR"),
         (SLURM | {"SLURM_PROCID": "2"}, "one of the cluster's.*index=2, of_this_role=2"),
         (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM's list of nodes must look like"),
     ],
