@@ -282,6 +282,16 @@ def unused_names(names, text):
     return unused
 
 
+def test_tests_on_a_page_neither_wait_for_a_busy_machine_nor_shrink_what_compiles():
+    text = "".join(text for _, text in PROGRAMS.values() if "hypothesis" in text)
+    tests = re.findall(r"(\S[^\n]*)\n@given\(.*?(?=\n\n\n|\Z)", text, re.DOTALL)
+    assert {line.partition("(")[0] for line in tests} == {"@patient", "@settings"}
+    assert "patient = settings(deadline=None)" in text
+    (compiling,) = (line for line in tests if "max_examples" in line)
+    assert "phases=" in compiling
+    assert all("deadline=None" in line for line in tests if line != "@patient")
+
+
 def test_there_are_few_public_names_and_a_page_or_a_recipe_uses_each():
     names = [f"{module}.{name}" for module in public_modules() for name in public_names(module)]
     assert len(names) <= MOST_NAMES

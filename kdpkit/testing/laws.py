@@ -265,6 +265,9 @@ def same_training_for_any_replicas(
 ) -> None:
     """Fail unless R replicas train what one device trains.
 
+    Each call compiles two models. Under Hypothesis leave out `Phase.shrink`, as
+    docs/how_to/test_your_own_pipeline.md does, or a failure is shrunk for five minutes.
+
     Args:
         build: Returns a new, compiled model; see `kdpkit.training.check_parity`.
         data: A dataset of global batches, or one batch as a tuple of arrays.
