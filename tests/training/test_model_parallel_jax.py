@@ -5,6 +5,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kdpkit.batches import ArrayBatches
 from kdpkit.sharding._batches import place_batch
 from kdpkit.sharding._layouts import Layouts
 from kdpkit.sharding._meshes import as_mesh
+from kdpkit.training.jax._lowering import divide_sums
 
 pytestmark = [
     pytest.mark.jax,
@@ -115,13 +117,43 @@ def recurrent():
     return keras.Sequential([keras.Input((LENGTH,)), *names, layers.GRU(24), layers.Dense(10)])
 
 
-BUILDERS = {b.__name__: b for b in (vision, own_transformer, convolutional, recurrent)}
+class Depthwise(layers.Layer):
+    """A convolution that JAX computes, without a layer of Keras, inside of what transforms it."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 1, shape[-1]), name="kernel")
+
+    def call(self, x):
+        @jax.checkpoint
+        def step(x, _):
+            more = jax.lax.conv_general_dilated(
+                x,
+                ops.convert_to_tensor(self.kernel),
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=x.shape[-1],
+            )
+            return x + more, None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+
+def in_groups():
+    kinds = layers.DepthwiseConv2D(3, depth_multiplier=2), layers.SeparableConv2D(16, 3, strides=2)
+    names = [layers.Conv2D(8, 3), *kinds, layers.Conv2D(16, 3, groups=4), Depthwise()]
+    ends = [layers.GlobalAveragePooling2D(), layers.Dense(10)]
+    return keras.Sequential([keras.Input((16, 16, 3)), *names, *ends])
+
+
+IMAGES_OF = vision, convolutional, in_groups
+BUILDERS = {b.__name__: b for b in (*IMAGES_OF, own_transformer, recurrent)}
 BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
 
 
 def data_of(name):
-    x = IMAGES if name in ("vision", "convolutional") else TOKENS
-    return x, BY_TOKENS[name in ("vision", "convolutional", "recurrent")]
+    is_image = BUILDERS.get(name) in IMAGES_OF
+    return IMAGES if is_image else TOKENS, BY_TOKENS[is_image or name == "recurrent"]
 
 
 def trained(name, distribution=None, *, by_loop=False, **settings):
@@ -262,26 +294,69 @@ def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device(by_lo
     assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
 
 
-@pytest.mark.parametrize("by_loop", [False, True])
-def test_examples_that_a_step_cuts_out_are_looked_up_without_padding(by_loop):
-    """XLA adds what it pads them with: docs/upstream/xla_adds_up_padding.md."""
+@pytest.mark.parametrize(
+    ("sizes", "by_loop"),
+    [((4, 2), False), pytest.param((8, 4), True, marks=pytest.mark.exhaustive)],
+)
+def test_convolutions_in_groups_train_as_on_one_device(sizes, by_loop):
+    devices, model = sizes
+    model, _ = trained("in_groups", sharding.ModelParallel(devices, model=model), by_loop=by_loop)
+    assert_trained_as_one(model, "in_groups", by_loop=by_loop)
 
-    class OfThree(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = layers.Embedding(VOCABULARY, WIDTH)
-            self.head = keras.Sequential([layers.RMSNormalization(), layers.Dense(VOCABULARY)])
 
-        def call(self, tokens):
-            more = ops.mean(self.head(self.table(tokens[:3])))
-            return self.head(self.table(tokens)) + more
+def normalized(table, tokens):
+    return table[tokens] * jax.lax.rsqrt(jnp.mean(table[tokens] ** 2, -1, keepdims=True) + 1e-6)
 
-    BUILDERS["of_three"] = OfThree
-    try:
-        model, _ = trained("of_three", sharding.ModelParallel(4, model=2), by_loop=by_loop)
-        assert_trained_as_one(model, "of_three", by_loop=by_loop)
-    finally:
-        del BUILDERS["of_three"]
+
+def depthwise(table, tokens, stride=1):
+    images = (jnp.sin(table[:4].reshape(8, 8)) * tokens[:, :1, None])[..., None]
+    kernel = table[4:8].reshape(8, 8)[:3, :3, None, None] * jnp.ones(4)
+    shape = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 4}
+    return jax.lax.conv_general_dilated(
+        images * jnp.ones(4), kernel, (stride, stride), "SAME", **shape
+    )
+
+
+SUMS = {
+    "lookup": lambda t, k: normalized(t, k[:3]),
+    "of columns": lambda t, k: normalized(t, k[:3].T),
+    "in a scan": lambda t, k: jax.lax.scan(
+        lambda sums, i: (sums + normalized(t, k[:3] + i), None), 0.0 * t[k[:3]], jnp.arange(3)
+    )[0],
+    "under jit": jax.jit(lambda t, k: jax.checkpoint(normalized)(t, k[:5])),
+    "segments": lambda t, k: jax.ops.segment_sum(normalized(t, k[:3, 0]), k[:3, 1], 64),
+    "maximum": lambda t, k: t.at[k[:3, 1]].max(normalized(t, k[:3, 0]) + 2),
+    "of some columns": lambda t, k: (k[:3] * t[0, :8])[:, np.array([1, 1, 5])],
+    "depthwise": depthwise,
+    "strided": lambda t, k: depthwise(t, k, stride=2),
+    "conditional": lambda t, k: jax.lax.cond(
+        t[0, 0] > 9, lambda: 0 * depthwise(t, k), lambda: depthwise(t, k)
+    ),
+    "each example": lambda t, k: jax.vmap(lambda row: depthwise(t, row[None])[0])(k),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_xla_computes_wrong_are_those_of_one_device(name, shape):
+    """docs/upstream/xla_grouped_convolutions.md and xla_adds_up_padding.md."""
+    random = np.random.default_rng(0)
+    table = random.normal(size=(64, 16)).astype("float32")
+    tokens = random.integers(1, 64, (24, 8)).astype("int32")
+
+    def loss(table, tokens):
+        return jnp.sum(jnp.sin(SUMS[name](table, tokens)))
+
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("batch", "model"))
+    divide_sums(mesh)
+    step = jax.jit(jax.value_and_grad(loss))
+    expected = step(table, tokens)
+    specs = jax.sharding.PartitionSpec("model"), jax.sharding.PartitionSpec("batch")
+    placements = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+    sums = step(*jax.device_put((table, tokens), (*placements,)))
+    for part, other in zip(sums, expected, strict=True):
+        np.testing.assert_allclose(part, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("by_loop", [False, True])
@@ -380,28 +455,6 @@ def test_a_layout_of_another_number_of_axes_names_the_variable():
     distribution = sharding.ModelParallel(4, model=2, layout_map={".*kernel": ("model",)})
     with distribution.scope(), pytest.raises(ValueError, match=r"another number of axes.*dense"):
         keras.Sequential([keras.Input((64,)), layers.Dense(64, name="dense")])
-
-
-@pytest.mark.parametrize("by_loop", [False, True])
-@pytest.mark.parametrize(
-    "layer",
-    [layers.Conv2D(4, 3, groups=2), layers.DepthwiseConv2D(3), layers.SeparableConv2D(4, 3)],
-)
-def test_convolutions_in_groups_raise_where_xla_is_wrong(layer, by_loop):
-    """docs/upstream/xla_grouped_convolutions.md."""
-    pooled = layers.GlobalAveragePooling2D()
-    with sharding.ModelParallel(4, model=2).scope():
-        net = [keras.Input((8, 8, 4)), type(layer).from_config(layer.get_config()), pooled]
-        model = keras.Sequential([*net, layers.Dense(2)])
-        model.compile("sgd", "mse")
-        x, y = np.zeros((4, 8, 8, 4)), np.zeros((4, 2))
-        data = ArrayBatches((x, y), global_batch_size=4)
-        if by_loop:
-            trainer = training.TrainingLoop(model, optimizer="sgd", loss="mse")
-        else:
-            trainer = training.replica_exact(model)
-        with pytest.raises(ValueError, match=r"wrong gradients of convolutions.*DataParallel"):
-            trainer.fit(data, epochs=1)
 
 
 def test_a_batch_axis_of_another_name_is_one_sentence():

@@ -20,7 +20,7 @@ from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training.jax._batches import check_across_processes
-from kdpkit.training.jax._lookups import without_padding
+from kdpkit.training.jax._lowering import divide_sums
 
 
 def attach(
@@ -37,6 +37,7 @@ def attach(
     distribution = keras.distribution.distribution()
     if distribution is not None:
         mesh = as_mesh(distribution)
+        divide_sums(mesh)
         names = ("per_process_batch", "layout", "batch_dim_name")
         shards.wrap_once(distribution_lib, "distribute_data_input", _placing_uneven, *names)
         if versions.KERAS < (3, 15):
@@ -60,29 +61,11 @@ def reject_local_statistics(batch_norm: str) -> None:
         )
 
 
-def reject_grouped_convolutions(model: keras.Model, mesh: Mesh) -> None:
-    """Raise for convolutions of which XLA computes wrong gradients on a mesh of two axes."""
-    # docs/upstream/xla_grouped_convolutions.md
-    if not 1 < shards.batch_shards(mesh) < mesh.size:
-        return
-    for layer in model._flatten_layers():
-        is_grouped = hasattr(layer, "depth_multiplier") or getattr(layer, "groups", 1) != 1
-        if getattr(layer, "kernel_size", None) and is_grouped:
-            checks.fail(
-                "On a mesh of several axes XLA computes wrong gradients of convolutions in groups.",
-                layer=layer.name,
-                kind=type(layer).__name__,
-                remedy="Use `DataParallel`, or let all devices share the model (`model=` their "
-                "number).",
-            )
-
-
 def _place(model: keras.Model, distribution: Any) -> None:
     """Put variables on the devices that were created before the distribution was set."""
     if isinstance(distribution, sharding.ModelParallel):
         distribution.lay_out(model)
     mesh = as_mesh(distribution)
-    reject_grouped_convolutions(model, mesh)
     placements = shards.of(distribution, mesh)
     optimizer = getattr(model, "optimizer", None)
     for variables, placement in (
@@ -100,8 +83,7 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
-        with without_padding(mesh):
-            return step(state, split_examples(data, mesh))
+        return step(state, split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split

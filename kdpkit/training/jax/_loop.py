@@ -29,8 +29,8 @@ from kdpkit.training._objective import Sums, trace_metrics
 from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
-from kdpkit.training.jax._fit import reject_grouped_convolutions, reject_local_statistics
-from kdpkit.training.jax._lookups import without_padding
+from kdpkit.training.jax._fit import reject_local_statistics
+from kdpkit.training.jax._lowering import divide_sums
 from kdpkit.training.jax._moments import of_constant_means
 from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
@@ -52,6 +52,7 @@ class JaxSteps(Steps):
         self.loop = loop
         self.model: keras.Model = loop.model
         self.strategy = as_mesh(strategy)
+        divide_sums(self.strategy)
         self._distribution = keras.distribution.distribution() if strategy is None else strategy
         self._jit = jit
         self._means = {"": keras.metrics.Mean("loss")}
@@ -87,7 +88,6 @@ class JaxSteps(Steps):
             if not self.model.built:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders)
                 compute_output_spec(functools.partial(self.model, training=False), x)
-            reject_grouped_convolutions(self.model, self.strategy)
             if isinstance(self._distribution, sharding.ModelParallel):
                 self._distribution.lay_out(self.model)
             if self.loop.accumulation > 1:
@@ -225,7 +225,7 @@ class JaxSteps(Steps):
 
         def forward(trainable: list[jax.Array]) -> Any:
             random = by_position(micro_batch) if is_part else contextlib.nullcontext()
-            with random, without_padding(self.strategy), of_constant_means():
+            with random, of_constant_means():
                 (parts, sums), updated = self._variables.run(
                     state._replace(trainable=trainable),
                     lambda: self._forward(batch, micro_batch.num_examples, training=True),
