@@ -33,12 +33,14 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     end = Stage(dataset)
     stages = [*_all(end)]
     uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
+    for is_met, problem, remedy in _REJECTED:
+        for stage in filter(is_met, stages):
+            library = stage.library_call.partition(".")[0]
+            written = (each for each in stages if library and each.library_call.startswith(library))
+            _reject(next(written, stage), problem, _OF_LIBRARY if library else remedy)
     for stage in stages:
         if uses[id(stage.dataset)] > 1:
             _reject(stage, "is read at several positions", "Make a `shuffle` for each of them.")
-        for is_met, problem, remedy in _REJECTED:
-            if is_met(stage):
-                _reject(stage, problem, remedy)
     _require_endless_repeats(end)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
@@ -60,7 +62,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
         counter.dataset(one_epoch, prefetch=1).with_options(options),
         counter,
         global_batch_size=next(sizes, None),
-        seed=[_seeds(stage) for stage in stages if stage.kind == "shuffle"] or None,
+        seed=[stage.seeds for stage in stages if stage.kind == "shuffle"] or None,
         examples=dataset,
     )
 
@@ -74,14 +76,11 @@ def _all(end: Stage) -> Iterator[Stage]:
         yield from _all(Stage(selector))
 
 
-def _seeds(stage: Stage) -> list[Any]:
-    return [stage.setting("seed"), stage.setting("seed2")]
-
-
+_OF_LIBRARY = "Leave out its shuffling or sampling, and write `.shuffle(..., seed=...)` after it."
 # What a resumed run cannot repeat: the condition for a stage, the reason, and the fix.
 _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
     (
-        lambda stage: stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0],
+        lambda stage: stage.kind in ("shuffle", "random") and stage.seeds == [0, 0],
         "has another order in each run of the program",
         "Pass `seed=...`.",
     ),
@@ -247,7 +246,7 @@ def _shuffled(stage: Stage, inner: tf.data.Dataset, iteration: tf.Tensor) -> tf.
     tensorflow/core/data/random_seed_generator of TensorFlow 2.20 and 2.21); here they are computed
     at their position.
     """
-    seed, seed2 = (tf.constant(value, tf.int64) for value in _seeds(stage))
+    seed, seed2 = (tf.constant(value, tf.int64) for value in stage.seeds)
     if stage.reshuffles:
         block = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[2, 2],

@@ -1,10 +1,13 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
 import dataclasses
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import check_results, checks
@@ -12,6 +15,8 @@ from kdpkit._internal.check_results import Finding
 from kdpkit.pipelines._stages import (
     Stage,
     before,
+    have_one_length,
+    label_run,
     line,
     maker,
     makes_batches,
@@ -23,9 +28,11 @@ _CACHES = ("cache", "snapshot")
 _COPYING = ("batch", "padded_batch")
 _BATCHES = (*_COPYING, "ragged_batch", "rebatch", "group_by_window")
 _OPENS = ("flat_map", "interleave", "unbatch", "group_by_window", "window")
+_MADE_UP = {"range", "random", "from_tensors"}  # sources that are no data
 _SHORT_PART = 0.25  # of a batch
 _SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
 _SMALL_PART = 0.01
+_EVEN = 0.9  # of the longest of sampled datasets
 
 
 def lint(
@@ -36,16 +43,23 @@ def lint(
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> list[Finding]:
-    """Find mistakes in a pipeline by reading its stages; nothing is run.
+    """Find mistakes in a pipeline by reading its stages.
+
+    Functions are traced once more, to see what Python draws in them; and where little is shuffled,
+    labels are read for a second, unless that changes something for a later reader.
 
     Each finding has a level: `"error"` raises in `fit`, `"wrong"` trains something other than what
     was meant, `"slow"` wastes time, and `"note"` may be as you want it. A pipeline that has only
     notes is fine. The rules:
 
     - `batched-twice`, `not-batched`: batches of batches, and single examples.
-    - `shuffle-before-cache`, `random-before-cache`, `repeat-before-cache`: a cache keeps what each
-      epoch should draw again, or the data several times.
-    - `batch-before-shuffle`, `small-shuffle`: examples hardly mix.
+    - `shuffle-before-cache`, `random-before-cache`, `repeat-before-cache`, `cut-cache`: a cache
+      keeps what each epoch should draw again, or the data several times, or nothing.
+    - `batch-before-shuffle`, `small-shuffle`, `never-shuffled`: examples hardly mix.
+    - `shuffled-apart`, `shuffle-before-shard`, `shuffle-before-window`, `repeat-before-shuffle`:
+      labels, shards, windows or epochs are mixed.
+    - `uneven-samples`, `ignored-errors`: examples are missing, or come without others.
+    - `constant-random`: random numbers of Python or NumPy, which are drawn once.
     - `split-after-shuffle`: `take` and `skip` that do not part the same examples in each epoch.
     - `repeat`, `runs-out`, `short-batch`: what an epoch is for `fit`.
     - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
@@ -114,9 +128,24 @@ class _Pipeline:
         """Elements of the dataset: None if TensorFlow does not know, infinity as -1."""
         return Stage(self.dataset).cardinality
 
+    @functools.cached_property
+    def label_run(self) -> int:
+        """Neighbors with the same label before anything is shuffled, cached or batched; or 0."""
+        examples = [*itertools.takewhile(lambda stage: stage.is_readable, self.line)]
+        is_plain = examples and not _first(self.following(examples[-1]), *_OPENS)
+        return label_run(examples[-1]) if is_plain else 0
+
     def of(self, *kinds: str) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
         """Yield the stages of some kinds, with those that follow."""
         return ((stage, after) for stage, after in self.stages if stage.kind in kinds)
+
+    def after(
+        self, is_met: Callable[[Stage], bool], *kinds: str
+    ) -> Iterator[tuple[Stage, Stage, tuple[Stage, ...]]]:
+        """Yield the stages of some kinds with the nearest earlier one that meets a condition."""
+        for stage, following in self.of(*kinds):
+            for earlier in itertools.islice(filter(is_met, before(stage)), 1):
+                yield stage, earlier, following
 
     def where(self, stage: Stage) -> str:
         """Name a stage, its position, and where its function is in the user's source."""
@@ -142,6 +171,13 @@ def _rule(name: str, *, training: bool = False) -> Callable[[_Rule], _Rule]:
     return lambda rule: (_TRAINING_RULES if training else _RULES).setdefault(name, rule)
 
 
+def _inside(stage: Stage) -> Iterator[Stage]:
+    """Yield a stage, and those that make the batches of a `train_pipeline`."""
+    yield stage
+    if stage.kind == "train_pipeline":
+        yield from before(Stage(stage.dataset._epochs))
+
+
 def _first(stages: Iterable[Stage], *kinds: str) -> Stage | None:
     return next((stage for stage in stages if stage.kind in kinds), None)
 
@@ -159,6 +195,9 @@ def _batched_twice(pipeline: _Pipeline) -> _Faults:
             problem = f"Its elements are batches already, of `{inner.label}`."
             remedy = "Leave out one of the two, or put `.unbatch()` between them."
             yield "note" if may_be_meant else "wrong", batch, problem, remedy
+        elif inner.kind == "from_tensors" and have_one_length(inner.dataset):
+            problem = "`from_tensors` makes one element of all examples."
+            yield "wrong", batch, problem, "Use `tf.data.Dataset.from_tensor_slices`."
 
 
 @_rule("not-batched")
@@ -175,9 +214,8 @@ def _not_batched(pipeline: _Pipeline) -> _Faults:
 
 @_rule("shuffle-before-cache", training=True)
 def _shuffle_before_cache(pipeline: _Pipeline) -> _Faults:
-    for cache, after in pipeline.of(*_CACHES):
-        shuffle = next((stage for stage in before(cache) if stage.shuffles), None)
-        if shuffle is not None and not any(stage.shuffles for stage in after):
+    for cache, shuffle, after in pipeline.after(lambda stage: stage.shuffles, *_CACHES):
+        if not any(stage.shuffles for stage in after):
             problem = (
                 f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
                 "every epoch has the same."
@@ -197,6 +235,16 @@ def _random_before_cache(pipeline: _Pipeline) -> _Faults:
                     "first epoch: every epoch has the same."
                 )
                 yield "wrong", stage, problem, remedy
+
+
+@_rule("cut-cache")
+def _cut_cache(pipeline: _Pipeline) -> _Faults:
+    problem = "It is not read to its end, so TensorFlow discards it: each epoch prepares all again."
+    for take, _ in pipeline.of("take"):
+        cache = _first(reversed(line(take)), *_CACHES, "shuffle", "repeat")
+        count, available = take.setting("count") or 0, take.inputs[0].cardinality
+        if cache and cache.kind == "cache" and 0 <= count <= (available or count):
+            yield "slow", cache, problem, f"Put the cache after it: `.{take.label}.cache()`."
 
 
 @_rule("repeat-before-cache")
@@ -252,6 +300,9 @@ def _small_shuffle(pipeline: _Pipeline) -> _Faults:
         if buffer < size:
             problem = f"fewer than a batch of {size:,}: neighbors stay together."
             yield "wrong", shuffle, f"The buffer holds {buffer:,} examples, {problem}", remedy
+        elif buffer < pipeline.label_run:
+            problem = f"of which about {pipeline.label_run:,} in a row have the same label."
+            yield "wrong", shuffle, f"The buffer holds {buffer:,} examples, {problem}", remedy
         elif examples is not None and buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
             problem = (
                 f"The buffer holds {buffer:,} of {examples:,} examples: if the source is in an "
@@ -260,13 +311,120 @@ def _small_shuffle(pipeline: _Pipeline) -> _Faults:
             yield "note", shuffle, problem, remedy
 
 
+@_rule("never-shuffled", training=True)
+def _never_shuffled(pipeline: _Pipeline) -> _Faults:
+    has_shuffle = any(stage.shuffles or stage.kind == "shuffle" for stage, _ in pipeline.stages)
+    if not has_shuffle and (count := pipeline.label_run):
+        problem = f"About {count:,} examples in a row have the same label, and nothing shuffles."
+        yield "wrong", pipeline.line[0], problem, "Add `.shuffle(examples)` before `.batch(...)`."
+
+
+@_rule("repeat-before-shuffle", training=True)
+def _repeat_before_shuffle(pipeline: _Pipeline) -> _Faults:
+    problem = "`repeat` before it mixes epochs: examples come twice before others come once."
+    for shuffle, after in pipeline.of("shuffle"):
+        repeat = _first(reversed(line(shuffle)), "repeat", *_CACHES)
+        is_mixed = repeat and repeat.kind == "repeat" and repeat.setting("count") != 1
+        if is_mixed and not _first(after, *_OPENS):
+            yield "note", shuffle, problem, "Put `shuffle` before `repeat`."
+
+
+@_rule("shuffle-before-window", training=True)
+def _shuffle_before_window(pipeline: _Pipeline) -> _Faults:
+    remedy = "Make windows first, and shuffle them."
+    for window, after in pipeline.of("window", *_COPYING):
+        shuffle = _first(before(window), "shuffle", *_OPENS)
+        following = _first(after, *_BATCHES, "unbatch")
+        is_batched = following and following.kind in _COPYING and not makes_batches(window)
+        if (window.kind == "window" or is_batched) and shuffle and shuffle.kind == "shuffle":
+            problem = f"`{shuffle.label}` before it mixes what is consecutive in a window."
+            yield "note" if is_batched else "wrong", window, problem, remedy
+
+
+@_rule("shuffle-before-shard")
+def _shuffle_before_shard(pipeline: _Pipeline) -> _Faults:
+    remedy = "Put `shard` first; or pass a seed and `deterministic=True`."
+    for shard, earlier, _ in pipeline.after(lambda stage: stage.has_own_order, "shard"):
+        problem = f"`{earlier.label}` has another order in each process, so that shards overlap."
+        yield "wrong", shard, problem, remedy
+
+
+@_rule("shuffled-apart")
+def _shuffled_apart(pipeline: _Pipeline) -> _Faults:
+    problem = "Each of its datasets has an order of its own: features get the labels of others."
+    remedy = "Shuffle once after it: `Dataset.zip((x, y)).shuffle(...)`."
+    for combined, after in pipeline.of("zip"):
+        specs: Any = [stage.dataset.element_spec for stage in combined.inputs]
+        if after and all(getattr(spec, "dtype", None) == tf.string for spec in specs):
+            specs = after[0].dataset.element_spec  # what was read from files with these names
+        if _belong_together(specs) and _differ_in_order(combined.inputs):
+            yield "wrong", combined, problem, remedy
+
+
+def _belong_together(specs: Any) -> bool:
+    """Return whether elements are features and labels, rather than examples of one kind."""
+    parts = [tf.nest.flatten(spec) for spec in specs] if isinstance(specs, tuple | list) else []
+    single = [part[0] for part in parts if len(part) == 1]
+    has_label = any(spec.dtype != tf.string and len(spec.shape) <= 1 for spec in single)
+    has_two_of_a_kind = any(spec in parts[0] for part in parts[1:] for spec in part)
+    return (has_label or len(single) == len(parts)) and not has_two_of_a_kind
+
+
+def _differ_in_order(datasets: Iterable[Stage]) -> bool:
+    """Return whether datasets come in different orders; each reader of a `shuffle` draws one."""
+    orders, shuffles = set(), []
+    for end in datasets:
+        stages = [stage for stage, _ in paths(end)]
+        if not _MADE_UP.isdisjoint(stage.kind for stage in stages):
+            return False
+        order = [stage for stage in stages if stage.kind == "shuffle" or stage.has_own_order]
+        shuffles += [id(stage.dataset) for stage in order if stage.reshuffles]
+        orders.add((*((s.has_own_order and id(s.dataset), s.label, *s.seeds) for s in order),))
+    return len(orders) > 1 or len({*shuffles}) < len(shuffles)
+
+
+@_rule("uneven-samples", training=True)
+def _uneven_samples(pipeline: _Pipeline) -> _Faults:
+    problem = "One of its datasets ends before the others, of which the rest comes without it."
+    remedy = "Repeat each of them, or pass `stop_on_empty_dataset=True`."
+    for choice, _ in pipeline.of("choose_from_datasets"):
+        lengths = np.array([stage.cardinality or np.nan for stage in choice.inputs], float)
+        lengths[lengths < 0] = np.inf
+        ends = lengths / _weights(choice)
+        is_even = np.all(lengths == np.inf) or np.min(ends) >= _EVEN * np.max(ends)
+        if not (is_even or choice.setting("stop_on_empty_dataset")):
+            yield "note" if np.any(np.isnan(ends)) else "wrong", choice, problem, remedy
+
+
+def _weights(choice: Stage) -> Any:
+    """Return the weights of `sample_from_datasets`, or 1 where there are none."""
+    functions = choice.argument("selector_input")._functions()
+    captured = [tensor for function in functions for tensor in function.function.captured_inputs]
+    return next((np.exp(each).ravel() for each in captured if each.dtype.is_floating), 1)
+
+
+@_rule("ignored-errors")
+def _ignored_errors(pipeline: _Pipeline) -> _Faults:
+    problem = "It leaves out damaged examples, and what comes after them in a file, in silence."
+    for stage, _ in pipeline.of("ignore_errors"):
+        yield "note", stage, problem, "Write the file again, or filter what you know is damaged."
+
+
+@_rule("constant-random", training=True)
+def _constant_random(pipeline: _Pipeline) -> _Faults:
+    problem = "TensorFlow calls it once, so what Python draws in it is the same for all examples."
+    for stage, _ in pipeline.stages:
+        if any(each.draws_while_traced for each in _inside(stage)):
+            yield "wrong", stage, problem, "Draw with `tf.random`, or in a Keras layer."
+
+
 @_rule("split-after-shuffle")
 def _split_after_shuffle(pipeline: _Pipeline) -> _Faults:
-    for split, _ in pipeline.of("skip", "take"):
-        shuffle = next((stage for stage in before(split) if stage.reshuffles), None)
-        if shuffle is None or any(
-            stage.caches or stage.kind == "repeat" for stage in before(split)
-        ):
+    def has_new_order(stage: Stage) -> bool:
+        return stage.reshuffles or (stage.kind != "shuffle" and stage.has_own_order)
+
+    for split, shuffle, _ in pipeline.after(has_new_order, "skip", "take"):
+        if any(stage.caches or stage.kind == "repeat" for stage in before(split)):
             continue
         yield (
             "wrong" if split.kind == "skip" else "note",
@@ -364,9 +522,7 @@ def _python(pipeline: _Pipeline) -> _Faults:
         "its result."
     )
     for stage, after in pipeline.stages:
-        inner = paths(Stage(stage.dataset._epochs)) if stage.kind == "train_pipeline" else ()
-        calls = stage.calls_python or any(each.calls_python for each, _ in inner)
-        if calls and not _is_cached(after):
+        if any(each.calls_python for each in _inside(stage)) and not _is_cached(after):
             yield "slow", stage, problem, remedy
 
 
@@ -393,7 +549,7 @@ def _serial_map(pipeline: _Pipeline) -> _Faults:
     remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
         is_stateful = any(function.is_stateful for function in stage.functions)
-        is_parallel = "Parallel" in type(stage.dataset).__name__
+        is_parallel = "Parallel" in type(stage.dataset).__name__ or stage.library_call
         if is_stateful and not (is_parallel or stage.calls_python or _is_cached(after)):
             yield "slow", stage, problem, remedy
 

@@ -6,19 +6,27 @@ graph they give access to the dataset of each stage and copy no data. Unknown va
 empty set, and no rule draws conclusions from them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
+import pickle
+import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import structured_function
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit._internal import checks
+from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines._epochs import TrainDataset
 
 # Names of operations, as regular expressions: what `Function.runs` takes.
@@ -42,13 +50,16 @@ _KINDS = {
     "variant": "dataset",
 }
 # These change neither the elements nor the work.
-_TRANSPARENT = frozenset(
-    {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
+_TRANSPARENT = frozenset({"options", "assert_cardinality", "restructured", "dense_to_ragged"})
+# These pass their elements on as they are; those of `_UNCHANGED` keep nothing for a later reader.
+_UNCHANGED = frozenset({"filter", "ignore_errors", "prefetch", "shard", "skip", "take"})
+_PASSING = _UNCHANGED | {"cache", "repeat", "shuffle", "take_while"}
+_SOURCES = frozenset(
+    {"CsvDataset", "FixedLengthRecordDataset", "TextLineDataset", "TFRecordDataset"}
+    | {"concatenate", "flat_map", "from_tensor_slices", "interleave", "map", "range", "zip"}
 )
-# These pass their elements on as they are.
-_PASSING = frozenset(
-    {"cache", "filter", "prefetch", "repeat", "shard", "shuffle", "skip", "take", "take_while"}
-)
+_READ_AT_ONCE = 32
+_FEW = 32  # labels, too few to tell their order
 _BATCHING = ("batch", "padded_batch", "rebatch")
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
@@ -57,7 +68,7 @@ _NAMED_BY = {
     **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
     **dict.fromkeys(("repeat", "take", "skip"), "count"),
 }
-_LIBRARIES = ("kdpkit", "keras", "tensorflow")
+_LIBRARIES = ("kdpkit", "keras", "tensorflow", "datasets", "tensorflow_datasets")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +171,15 @@ class Stage:
     def functions(self) -> tuple[Function, ...]:
         return tuple(map(_function, self.dataset._functions()))
 
+    @property
+    def library_call(self) -> str:
+        """What a library made it for, as `"tensorflow.rejection_resample"`; "" if the user did."""
+        call = next((function.call for function in self.functions), None)
+        name, inside, _ = str(getattr(call, "__qualname__", "")).partition(".<locals>")
+        library = str(getattr(call, "__module__", "")).partition(".")[0]
+        is_made = inside and library in _LIBRARIES and self.kind != "from_generator"
+        return f"{library}.{name.rpartition('.')[2].strip('_')}" if is_made else ""
+
     def argument(self, name: str) -> Any:
         """Return an argument as stored in the dataset; None if unknown."""
         return getattr(self.dataset, f"_{name}", None)
@@ -184,6 +204,17 @@ class Stage:
         return any(function.runs(operations) for function in self.functions)
 
     @property
+    def draws_while_traced(self) -> bool:
+        """Whether it draws numbers of Python or NumPy, which its graph then has as constants."""
+        return not self.calls_python and any(map(_differs_if_traced, self.dataset._functions()))
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether reading it changes nothing for a later reader."""
+        is_pure = not any(f.captures_datasets or f.is_stateful for f in self.functions)
+        return self.is_hidden or (self.kind in _SOURCES | _UNCHANGED and is_pure)
+
+    @property
     def calls_python(self) -> bool:
         """Whether its elements come from Python."""
         return self.kind == "from_generator" or self.runs(PYTHON)
@@ -198,6 +229,20 @@ class Stage:
         return self.kind == "shuffle" and self.setting("reshuffle_each_iteration") is not False
 
     @property
+    def seeds(self) -> list[Any]:
+        return [self.setting("seed"), self.setting("seed2")]
+
+    @functools.cached_property
+    def has_own_order(self) -> bool:
+        """Whether each program has another order: a shuffle has no seed, or threads compete."""
+        has_no_seed = self.kind == "shuffle" and self.seeds == [0, 0]
+        is_unordered = self.argument("deterministic") == "false"
+        if "ParallelInterleave" in type(self.dataset).__name__:  # stores it in its graph only
+            graph = tf.compat.v1.GraphDef.FromString(self.dataset._as_serialized_graph().numpy())
+            is_unordered = any(node.attr["deterministic"].s == b"false" for node in graph.node)
+        return has_no_seed or is_unordered or any(f.has_unseeded_order for f in self.functions)
+
+    @property
     def shuffles(self) -> bool:
         """Whether it, or a dataset inside it, has a new order in each epoch."""
         within = self.kind != "shuffle" and self.runs(".*ShuffleDataset.*")
@@ -206,6 +251,8 @@ class Stage:
     @property
     def label(self) -> str:
         """The stage as the user writes it: `map(decode)`, `shuffle(1000)`, `batch(32)`."""
+        if self.library_call:
+            return self.library_call
         argument = self.setting(_NAMED_BY[self.kind]) if self.kind in _NAMED_BY else None
         if self.kind == "prefetch" and argument == tf.data.AUTOTUNE:
             argument = "AUTOTUNE"
@@ -266,6 +313,35 @@ def makes_batches(stage: Stage) -> bool:
     return len(tf.nest.flatten(stage.dataset.element_spec)) > 1 or not is_complete
 
 
+def label_run(end: Stage) -> int:
+    """Return how many neighbors have the same class, or 0 if classes are mixed or not known.
+
+    The first labels are read, for a second, if that changes nothing for a later reader.
+    """
+    spec = end.dataset.element_spec
+    label = spec[1] if type(spec) is tuple and len(spec) > 1 else None
+    is_class = isinstance(label, tf.TensorSpec) and label.dtype != tf.string
+    if not is_class or not all(stage.is_readable for stage, _ in paths(end)):
+        return 0
+    pairs = end.dataset.map(lambda *parts: parts[1])
+    labels = end.inputs[1].dataset if end.kind == "zip" else pairs  # without the features
+    stop = time.monotonic() + 1
+    read: list[Any] = []
+    with contextlib.suppress(tf.errors.OpError):  # training raises them too
+        batches = untuned(labels.batch(_READ_AT_ONCE)).as_numpy_iterator()
+        for batch in itertools.takewhile(lambda _: time.monotonic() < stop, batches):
+            read.extend(batch)
+    classes = np.array(read)
+    if classes.ndim == 2 and np.all(np.sum(classes, 1) == 1):  # one-hot
+        classes = np.argmax(classes, 1)
+    if len(classes) < _FEW or classes.size > len(classes) or np.any(classes % 1):
+        return 0
+    changes = np.count_nonzero(np.diff(classes.ravel()))
+    shares = np.unique(classes, return_counts=True)[1] / len(classes)
+    expected = len(classes) * (1 - np.sum(shares**2))  # in a random order
+    return round(len(classes) / (changes + 1)) if changes < expected / 4 else 0
+
+
 def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
     """Raise where the elements of a source are certainly no single examples.
 
@@ -278,7 +354,7 @@ def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
             "Leave out that stage, or add `.unbatch()`. Where each of its elements is an example, "
             "such as a window, add a `.map` that returns it."
         )
-    elif stage.kind == "from_tensors" and _have_one_length(source):
+    elif stage.kind == "from_tensors" and have_one_length(source):
         problem = "`from_tensors` makes one element of all examples"
         remedy = "Use `tf.data.Dataset.from_tensor_slices`."
     elif not prepared and _are_names_of_files(stage):
@@ -293,7 +369,7 @@ def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
     )
 
 
-def _have_one_length(dataset: tf.data.Dataset) -> bool:
+def have_one_length(dataset: tf.data.Dataset) -> bool:
     """Return whether an element has several parts, which all have as many entries."""
     shapes = [part.shape for part in tf.nest.flatten(dataset.element_spec)]
     lengths = {shape[0] if shape.rank else None for shape in shapes}
@@ -321,14 +397,39 @@ def _kind_of(dataset: tf.data.Dataset) -> str:
 
 
 def _function(wrapper: Any) -> Function:
-    graph = wrapper.function.graph.as_graph_def()
-    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+    bodies = _bodies(wrapper)
     return Function(
         getattr(wrapper, "_func", None),
         frozenset(node.op for body in bodies for node in body),
         any(tensor.dtype == tf.variant for tensor in wrapper.function.captured_inputs),
         any(map(_has_unseeded_order, bodies)),
     )
+
+
+def _differs_if_traced(wrapper: Any) -> bool:
+    """Return whether tracing a function again draws numbers in Python, or makes other constants.
+
+    The generators of Python and NumPy are left as they were.
+    """
+    states = random.getstate(), np.random.get_state()
+    call = getattr(wrapper._func, "python_function", wrapper._func)  # of a `tf.function`
+    again = structured_function.StructuredFunctionWrapper(
+        call, "lint", input_structure=wrapper._input_structure
+    )
+    draws = pickle.dumps(states) != pickle.dumps((random.getstate(), np.random.get_state()))
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return draws or _constants(again) != _constants(wrapper)
+
+
+def _bodies(wrapper: Any) -> list[Any]:
+    graph = wrapper.function.graph.as_graph_def()
+    return [graph.node, *(function.node_def for function in graph.library.function)]
+
+
+def _constants(wrapper: Any) -> list[bytes]:
+    nodes = itertools.chain.from_iterable(_bodies(wrapper))
+    return sorted(n.attr["value"].tensor.SerializeToString() for n in nodes if n.op == "Const")
 
 
 def _has_unseeded_order(nodes: Any) -> bool:

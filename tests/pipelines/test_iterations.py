@@ -1,5 +1,6 @@
 """Every iteration of a dataset, made again from any of its batches, is TensorFlow's own."""
 
+import datasets
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -100,6 +101,15 @@ def test_an_endless_dataset_goes_on_from_any_batch(make):
 def test_a_repeat_that_ends_or_is_not_read_to_its_end_raises(make):
     with pytest.raises(ValueError, match=r"`repeat\(3?\)` starts `shuffle` again.*steps_per_epoch"):
         replayed(make())
+
+
+def test_a_library_s_stage_is_named_by_its_library():
+    data = datasets.Dataset.from_dict({"a": [*range(20)]})
+    with pytest.raises(ValueError, match=r"`datasets\.\w+` draws.*Leave out its shuffling"):
+        replayed(data.to_tf_dataset(batch_size=4, columns="a", shuffle=True))
+    resampled = shuffled().rejection_resample(lambda n: tf.cast(n % 2, tf.int32), [0.2, 0.8])
+    with pytest.raises(ValueError, match="`tensorflow.rejection_resample` draws"):
+        replayed(resampled.batch(2))
 
 
 def test_one_shuffle_at_two_positions_raises():

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdpkit import callbacks, pipelines
 from kdpkit.pipelines import _lint, lint
+from tests.pipelines.public_pipelines import MISTAKES, TUTORIALS, mixed, noise, ordered, slices
 
 Dataset = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE
@@ -114,7 +115,25 @@ def test_every_rule_is_documented_and_has_a_planted_fault():
     rules = {*_lint._RULES, *_lint._TRAINING_RULES}
     assert not rules ^ {*documented}, "in the docstring of `lint`, or in `_lint.py` alone"
     assert len(documented) == len(rules)
-    assert not rules ^ FAULTS.keys(), "in `FAULTS`, or in `_lint.py` alone"
+    planted = FAULTS.keys() | {mistake[3] for mistake in MISTAKES}
+    assert not rules ^ planted, "in `FAULTS` and `MISTAKES`, or in `_lint.py` alone"
+
+
+NAMED = [mistake[0] for mistake in MISTAKES]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "rule", "settings", "twins"), [m[1:] for m in MISTAKES], ids=NAMED
+)
+def test_a_public_mistake_is_found_and_nothing_in_its_twin(wrong, right, rule, settings, twins):
+    tf.random.set_seed(None)  # with a seed every process shuffles alike
+    assert {rule for rule, _ in found(wrong(), **settings)} == {rule}
+    assert found(right(), **twins) == set()
+
+
+@pytest.mark.parametrize(("make", "settings"), TUTORIALS.values(), ids=TUTORIALS)
+def test_nothing_is_found_in_a_tutorial(make, settings):
+    assert found(make(), **settings) == set()
 
 
 def test_what_tensorflow_is_expected_to_fix_it_fixes():
@@ -331,6 +350,28 @@ def test_looking_costs_no_element():
     source = Dataset.from_generator(lambda: map(taken.append, range(3)), output_signature=spec)
     lint(source.shuffle(2).cache().batch(2))
     assert taken == []
+
+
+def test_looking_leaves_everything_as_it_was(tmp_path):
+    shuffled = ordered().shuffle(100, seed=4)
+    train = pipelines.train_pipeline(ordered(), global_batch_size=40)
+    expected = [*ordered().shuffle(100, seed=4).as_numpy_iterator()]
+    noisy_batches = shuffled.map(noise).batch(40)
+    np.random.seed(1)
+    lint(noisy_batches)
+    lint(ordered().cache(str(tmp_path / "cache")).batch(40))
+    lint(train)
+    assert np.random.rand() == np.random.RandomState(1).rand()
+    for element, other in zip(expected, shuffled, strict=True):
+        np.testing.assert_array_equal(element[0], other[0])
+    assert not [*tmp_path.iterdir()]
+    assert train.epoch_counter.position() == (0, 0)
+
+
+def test_labels_that_cannot_be_read_are_not_known():
+    missing = slices(np.array(["no file"] * 64), np.arange(64) // 32)
+    assert found(missing.map(lambda x, y: (tf.io.read_file(x), y), AUTOTUNE).batch(8)) == set()
+    assert found(mixed().map(noise, AUTOTUNE).batch(40)) == {("constant-random", "wrong")}
 
 
 def test_bad_input_raises():
