@@ -85,7 +85,7 @@ class LinearWarmup(_Schedule):
     ) -> None:
         super().__init__()
         self.schedule = _schedule("schedule", schedule)
-        self.warmup_steps = checks.integer("warmup_steps", warmup_steps)
+        self.warmup_steps = _steps("warmup_steps", warmup_steps)
         self.initial_learning_rate = checks.number(
             "initial_learning_rate", initial_learning_rate, minimum=0
         )
@@ -157,8 +157,7 @@ class JoinedSchedule(_Schedule):
             _schedule(f"schedules[{index}]", schedule) for index, schedule in enumerate(schedules)
         ]
         self.boundaries = [
-            checks.integer(f"boundaries[{index}]", boundary)
-            for index, boundary in enumerate(boundaries)
+            _steps(f"boundaries[{index}]", boundary) for index, boundary in enumerate(boundaries)
         ]
         if len(self.boundaries) != len(self.schedules) - 1:
             checks.fail(
@@ -304,8 +303,8 @@ def _checked(peak: Any, end: Any, total_steps: Any, warmup_steps: Any) -> tuple[
     """Return the first rate of a decay after a warmup, its last rate and its steps."""
     peak = checks.number("peak", peak, above=0)
     end = checks.number("end_learning_rate", end, minimum=0, maximum=peak)
-    total = checks.integer("total_steps", total_steps)
-    warmup = checks.integer("warmup_steps", warmup_steps, minimum=0)
+    total = _steps("total_steps", total_steps)
+    warmup = _steps("warmup_steps", warmup_steps, minimum=0)
     if warmup >= total:
         checks.fail(
             "The warmup leaves no step for the decay.",
@@ -316,9 +315,20 @@ def _checked(peak: Any, end: Any, total_steps: Any, warmup_steps: Any) -> tuple[
     return peak, end, total - warmup
 
 
+def _steps(name: str, value: Any, *, minimum: int = 1) -> int:
+    """Accept a step that the optimizer can count: in 32 bits on JAX, in 64 on TensorFlow."""
+    most = np.iinfo(keras.backend.standardize_dtype("int")).max
+    if (steps := checks.integer(name, value, minimum=minimum)) > most:
+        checks.fail(
+            f"Optimizers on the backend {keras.backend.backend()!r} count {most:,} steps at most.",
+            **{name: value},
+        )
+    return steps
+
+
 def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
     if isinstance(steps, Sequence | np.ndarray):
-        return np.asarray([checks.integer("steps", step, minimum=0) for step in steps])
+        return np.asarray([_steps("steps", step, minimum=0) for step in steps])
     return np.arange(checks.integer("steps", steps))
 
 
@@ -327,6 +337,8 @@ def _count(step: Any) -> Any:
 
     Integers matter because float32 cannot represent every step beyond 2**24.
     """
+    if isinstance(step, int | np.integer):
+        _steps("step", max(step, 0), minimum=0)
     step = ops.convert_to_tensor(step)
     fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
     return step if fractional else ops.cast(step, "int")

@@ -178,3 +178,31 @@ decay = PolynomialDecay(1.0, 10)
 def test_bad_arguments_get_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("total_steps", lambda steps: schedules.warmup_polynomial(1.0, total_steps=steps)),
+        (
+            "total_steps",
+            lambda steps: schedules.warmup_cosine(1.0, total_steps=steps, warmup_steps=5),
+        ),
+        ("warmup_steps", lambda steps: schedules.LinearWarmup(1.0, steps)),
+        ("boundaries", lambda steps: schedules.JoinedSchedule([1.0, 0.5], [steps])),
+        (
+            "steps",
+            lambda steps: schedules.preview(schedules.warmup_cosine(1.0, total_steps=9), [steps]),
+        ),
+        ("step", lambda steps: schedules.ScaledSchedule(1.0, 2)(np.int64(steps))),
+    ],
+)
+def test_steps_work_up_to_the_most_that_an_optimizer_counts_and_raise_beyond(name, use):
+    if keras.backend.backend() == "tensorflow":
+        assert use(5 * 10**9) is not None
+        with pytest.raises(ValueError, match=f"count 9,223,.*{name}.*{10**30}"):
+            use(10**30) if name != "step" else schedules.preview(1.0, [10**30])
+    else:
+        assert use(2**31 - 1) is not None
+        with pytest.raises(ValueError, match=f"count 2,147,483,647 steps.*{name}.*{5 * 10**9}"):
+            use(5 * 10**9)
