@@ -5,9 +5,10 @@
 All processes run this program. Parameter servers keep the weights; workers take batches, each at
 its own pace, and update the weights without waiting for each other; the chief hands out the
 batches, evaluates, saves and prints. A single worker trains what one device trains; with several
-the order of the updates differs from run to run. The others go on without a killed worker, which
-can be started again at its address; with `--max-restarts 3` and `--resume DIRECTORY` the run
-continues after any failure. The chief reads the data, so every image is trained on once an epoch.
+the order of the updates differs from run to run. A killed process ends the run of this command;
+with `--max-restarts 3` and `--resume DIRECTORY` all start again and continue. Where a scheduler
+starts the processes, the others go on without a killed worker until it is back. The chief reads
+the data, so every image is trained on once an epoch.
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an
 `.npz` file like Keras' mnist.npz. recipes/README.md has measured results.
 """
