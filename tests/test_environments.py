@@ -90,8 +90,8 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     python = python_with(tmp_path / "venv", "kdpkit[jax]", "fsspec")
     (tmp_path / "program.py").write_text(WITHOUT_TENSORFLOW)
     printed = run([python, tmp_path / "program.py", tmp_path / "logs"], KERAS_BACKEND="jax")
-    assert "'cpu_utilization', 'examples_per_second', 'learning_rate', 'loss'" in printed
-    assert "'memory_gib', 'steps_per_second'" in printed
+    assert "'examples_per_second', 'learning_rate', 'loss', 'process_cpu_utilization'" in printed
+    assert "'process_memory_gib', 'steps_per_second'" in printed
     assert "loop: loss (12, 1)" in printed
     assert "stored: ['logs', 'state-000001-000000000.npz']" in printed
     assert "gs: No installed package reads and writes gs:// (" in printed

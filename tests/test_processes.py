@@ -93,7 +93,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("way", RUNS)
 def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
     first, second = two[way]
-    monitored = {"memory_gib", "cpu_utilization"} if way == "loop" else set()
+    monitored = {"process_memory_gib", "process_cpu_utilization"} if way == "loop" else set()
     assert monitored <= first["history"].keys()  # the first process alone logs them
     for name in first["history"].keys() - second["history"].keys() if monitored else ():
         del first["history"][name]

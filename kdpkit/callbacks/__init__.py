@@ -25,6 +25,12 @@ __all__ = [
 ]
 
 
+class _ProgressLine(keras.callbacks.ProgbarLogger):
+    """Keras' progress line, printed before later callbacks add to the logs."""
+
+    async_safe = True  # As where Keras adds the line itself, no step on JAX waits for it.
+
+
 def training_callbacks(
     log_dir: str | os.PathLike[str] | None = None,
     *,
@@ -34,25 +40,27 @@ def training_callbacks(
 ) -> list[keras.callbacks.Callback]:
     """Return the usual callbacks in the right order.
 
-    Those that add to the logs come before those that write them: `PrintLR`, `Throughput`, and with
-    `log_dir` `DeviceMonitor` and `TensorBoard`. Your own callbacks that set a learning rate in
-    `on_train_batch_begin` or add to the logs go before them. Where the output goes to a file,
-    `fit(verbose=2)` writes a line for each epoch.
+    Keras' progress line comes first, without what the others add to the logs: `LearningRateLogger`,
+    `PrintLR`, `Throughput`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your callbacks
+    that add to the logs go before them. Where the output goes to a file, `fit(verbose=2)` writes a
+    line for each epoch.
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
-        verbose: 0 prints no line of `PrintLR`; the logs have the learning rate as well.
+        verbose: 0 leaves out `PrintLR`.
 
     Raises:
         ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.
 
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
-    ['PrintLR', 'Throughput']
+    ['_ProgressLine', 'LearningRateLogger', 'PrintLR', 'Throughput']
     """
     usual = [
-        PrintLR(verbose=verbose),
+        _ProgressLine(),
+        LearningRateLogger(),
+        *([PrintLR()] if verbose else []),
         Throughput(global_batch_size, tokens_per_example=tokens_per_example),
     ]
     return usual if log_dir is None else [*usual, DeviceMonitor(), TensorBoard(log_dir)]

@@ -30,8 +30,8 @@ class DeviceMonitor(keras.callbacks.Callback):
     | --- | --- | --- |
     | `gpu_0_utilization` | time in which the GPU was computing, mean | % |
     | `gpu_0_memory_gib` | GPU memory used by all programs, peak | GiB |
-    | `cpu_utilization` | this process' use of the cores available to it, mean | % |
-    | `memory_gib` | memory of this process, peak | GiB |
+    | `process_cpu_utilization` | this process' use of the cores available to it, mean | % |
+    | `process_memory_gib` | memory of this process, peak | GiB |
 
     The GPUs are those that the backend trains on, with the numbers that CUDA shows it.
 
@@ -50,7 +50,7 @@ class DeviceMonitor(keras.callbacks.Callback):
     >>> model.compile("sgd", "mse")
     >>> x = keras.ops.ones((40, 1))
     >>> history = model.fit(x, x, batch_size=4, verbose=0, callbacks=DeviceMonitor())
-    >>> {"cpu_utilization", "memory_gib"} <= history.history.keys()
+    >>> {"process_cpu_utilization", "process_memory_gib"} <= history.history.keys()
     True
     """
 
@@ -163,7 +163,7 @@ def starving(values: Mapping[str, float]) -> str:
 
 
 def is_reading(name: str) -> bool:
-    return bool(re.match(r"gpu_\d+_|cpu_utilization$|memory_gib$", name))
+    return bool(re.match(r"gpu_\d+_|process_(cpu_utilization|memory_gib)$", name))
 
 
 def _sources() -> dict[str, Iterator[dict[str, float]]]:
@@ -178,8 +178,8 @@ def _host() -> Iterator[dict[str, float]]:
     process, cores = psutil.Process(), machine.cores()
     while True:
         yield {
-            "cpu_utilization": process.cpu_percent(None) / cores,  # since the last call
-            "memory_gib": process.memory_info().rss / _GIB,
+            "process_cpu_utilization": process.cpu_percent(None) / cores,  # since the last call
+            "process_memory_gib": process.memory_info().rss / _GIB,
         }
 
 

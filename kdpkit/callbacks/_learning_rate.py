@@ -8,72 +8,94 @@ K of them accumulated into each update, the last update was at batch index `i = 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 from keras.optimizers import Optimizer
-from keras.optimizers.schedules import LearningRateSchedule
 
-from kdpkit._internal import checks, optimizers, processes
+from kdpkit._internal import optimizers, processes
+
+
+class _NotingStep:
+    """The compiled step of `fit`, which also notes the plain rate that each call applied.
+
+    Other callbacks set rates in hooks just before a step and just after it, so the rate is read
+    between the two. The notes stay on the device: nothing waits for the step.
+    """
+
+    def __init__(self, step: Callable, optimizer: Optimizer) -> None:
+        self.step, self.optimizer = step, optimizers.wrapped(optimizer)
+        self.places = {id(variable): place for place, variable in enumerate(optimizer.variables)}
+        # Of each call the first batch, the batches counted after it, and the rate. Where a batch
+        # may have no update, the counts tell which is the last update's.
+        self.notes: deque[tuple[int, Any, Any]] = deque(maxlen=10_000)
+        is_scaled = self.optimizer is not optimizer
+        self.counts = is_scaled or bool(self.optimizer.gradient_accumulation_steps)
+        self.batch = self.expected = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        result = self.step(*arguments)
+        self.expected += 1
+        if not self.counts:
+            self.notes.clear()
+        count = self.read(self.optimizer._iterations, result) if self.counts else -1
+        self.notes.append((self.batch, count, self.read(self.optimizer._learning_rate, result)))
+        return result
+
+    def read(self, variable: Any, result: Any) -> Any:
+        if not isinstance(variable, keras.Variable):  # a schedule
+            return None
+        if keras.backend.backend() == "tensorflow":
+            return variable.value.value()  # a third of the time of `keras.ops.copy`
+        if keras.backend.backend() != "jax":
+            return keras.ops.copy(variable)
+        # Variables have no values during an epoch. The next step reuses the memory of its state.
+        value = result[1][2][self.places[id(variable)]]
+        return value + 0 if self.counts else value
 
 
 class AppliedRateCallback(keras.callbacks.Callback):
-    """A callback that knows the rate of an epoch's last update.
-
-    Other callbacks may set a plain rate around epochs, earlier or later in the list than this one.
-    So the rate is read when the first batch of an epoch begins, which copies two numbers on the
-    device and does not wait for them.
-    """
+    """A callback that knows the rate of the last update, whichever callback set it."""
 
     # On JAX, Keras calls batch hooks of such a callback in other threads, and does not wait for
-    # each step. So the model is only used in `on_train_batch_begin` and epoch hooks.
+    # each step. So they do not use `self.model`, which copies the state into the variables.
     async_safe = True
-    _rate_is_optional = False
+    _counts_batches = False
 
     def __init__(self) -> None:
         super().__init__()
         self._has_rate = False
-        self._epoch_start: tuple[Any, Any] | None = None  # the count of batches, and the rate
-        self._ended_batches: deque[int] = deque(maxlen=64)
+        self._notes: deque[tuple[int, Any, Any]] = deque(maxlen=1)
         self._last_update = -1  # the batch index of the last update, which the schedule got
         self._rate: float | None = None  # the rate of that update
 
     @property
     def _optimizer(self) -> Optimizer:
-        optimizer = optimizers.wrapped(self.model.optimizer)
-        if not isinstance(optimizer, Optimizer):
-            checks.fail(
-                "The learning rate is read from a Keras optimizer.",
-                optimizer=self.model.optimizer,
-                remedy="Compile the model with one, or leave this callback out.",
-            )
-        return optimizer
+        return optimizers.wrapped(self._model.optimizer)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        optimizer = self.model.optimizer
-        has_several_rates = hasattr(optimizer, "optimizers")  # a `MultiOptimizer`
-        is_needed = isinstance(optimizer, Optimizer) or not self._rate_is_optional
-        self._has_rate = is_needed and not has_several_rates
+        is_multi = hasattr(self._model.optimizer, "optimizers")  # a `MultiOptimizer`
+        self._has_rate = isinstance(self._optimizer, Optimizer) and not is_multi
         if self._has_rate:
             self._last_update = self._update_before(int(self._count_batches()))
         self._rate = None
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch_start = None
-        self._ended_batches.clear()
+        getattr(self._model.train_function, "notes", self._notes).clear()  # of an earlier training
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Read the rate, if this is the epoch's first batch."""
-        if self._has_rate and self._epoch_start is None:
-            rate = self._optimizer._learning_rate  # The public name has a number, no schedule.
-            if not isinstance(rate, LearningRateSchedule):
-                rate = keras.ops.copy(self._optimizer.learning_rate)
-            self._epoch_start = self._count_batches(), rate
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count the batch; on JAX Keras may call this in any thread and order."""
-        self._ended_batches.append(batch + 1)
+        """Have the step note its rate; loops that do not call it get the one before an epoch."""
+        step: Any = self._model.train_function if self._has_rate else None
+        if step and not isinstance(step, _NotingStep):
+            step = self._model.train_function = _NotingStep(step, self._model.optimizer)
+        if step:
+            step.counts |= self._counts_batches
+            self._notes, step.batch = step.notes, batch
+        if self._has_rate and batch == 0:
+            rate, count = self._optimizer._learning_rate, int(self._count_batches())
+            noted = keras.ops.copy(rate) if isinstance(rate, keras.Variable) else None
+            self._notes.append((0, count, noted))
+            if step:
+                step.expected = count
 
     def _count_batches(self) -> Any:
         """Return the optimizer's count of batches, without those that loss scaling skipped."""
@@ -88,16 +110,28 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def _applied_rate(self) -> float | None:
         """Return the rate of the last update; None before the first one of this training."""
-        if self._epoch_start is not None:
-            before, rate = self._epoch_start
-            # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
-            ended = int(before) + max(self._ended_batches, default=0)
-            last_update = self._update_before(min(int(self._count_batches()), ended))
-            if last_update != self._last_update:
-                if isinstance(rate, LearningRateSchedule):
-                    rate = rate(keras.ops.convert_to_tensor(last_update, dtype="int32"))
-                self._last_update, self._rate = last_update, float(rate)
+        if not self._has_rate:
+            return None
+        count, step = int(self._count_batches()), self._model.train_function
+        # TensorFlow may count one batch too many: docs/upstream/keras_begins_a_batch_too_many.md
+        if self._model.steps_per_execution == 1 and count - 1 == getattr(step, "expected", None):
+            count -= 1
+        if (last_update := self._update_before(count)) != self._last_update:
+            self._last_update, self._rate = last_update, self._rate_of(last_update, self._notes)
         return self._rate
+
+    def _rate_of(self, update: int, notes: Sequence[tuple[int, Any, Any]]) -> float | None:
+        """Return the rate of the update at a batch index, the last one in the notes."""
+        optimizer, applied = self._optimizer, None
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            count = keras.ops.convert_to_tensor(update, dtype="int")
+            with keras.StatelessScope([(optimizer._iterations, count)]):
+                return float(optimizer.learning_rate)
+        for _, count, rate in reversed(notes):
+            if applied is not None and int(count) <= update:
+                break
+            applied = rate
+        return None if applied is None else float(applied)
 
 
 class LearningRateLogger(AppliedRateCallback):
@@ -107,13 +141,12 @@ class LearningRateLogger(AppliedRateCallback):
     have it. At the end of an epoch it is the rate of the epoch's last update, also with schedules,
     `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. Before the first update,
     with gradient accumulation, there is no such key, and none of a `MultiOptimizer`, which has
-    several rates.
+    several rates, or of what is no Keras optimizer.
 
-    A plain rate may be set by any callback in any epoch hook; one that is set inside an epoch is
-    logged as it was at the epoch's first batch.
-
-    Raises:
-        ValueError: The model has no Keras optimizer.
+    A plain rate may be set by any callback in any hook, before each batch or after it, earlier or
+    later in the list. In loops that do not call Keras' compiled step, as `TrainingLoop`, one that
+    is set inside an epoch is logged as it was at the epoch's first batch. Of a function
+    (`learning_rate=lambda: ...`) it is what it returns at the end of the epoch.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 4, end_learning_rate=0.0)
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -130,19 +163,16 @@ class LearningRateLogger(AppliedRateCallback):
             logs["learning_rate"] = rate
 
 
-class PrintLR(LearningRateLogger):
-    """Prints, once per epoch, the learning rate of its last update, and adds it to the logs.
+class PrintLR(AppliedRateCallback):
+    """Prints, once per epoch, the learning rate of its last update.
 
     The line appears after Keras' progress line is complete. `step` is the optimizer's number of
-    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. The
-    logs are those of `LearningRateLogger`. With several processes only the first one prints.
+    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`.
+    `LearningRateLogger` has the same rate in the logs. With several processes only the first one
+    prints.
 
     Args:
         print_fn: Function that is called with each line, such as `logging.info`.
-        verbose: 0 prints nothing.
-
-    Raises:
-        ValueError: The model has no Keras optimizer.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1e-4, 6, end_learning_rate=0.0)
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -153,32 +183,29 @@ class PrintLR(LearningRateLogger):
     Learning rate of epoch 2: 1.66667e-05 (step 6)
     """
 
-    def __init__(self, print_fn: Callable[[str], Any] = print, *, verbose: int = 1) -> None:
+    def __init__(self, print_fn: Callable[[str], Any] = print) -> None:
         super().__init__()
         self.print_fn = print_fn
-        self.verbose = verbose
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._print()
-        super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Format the line, to be printed after Keras' progress line."""
-        super().on_epoch_end(epoch, logs)
         rate = self._applied_rate()
         if rate is not None:
             value = f"{rate:.6g} (step {self._last_update + 1})"
         elif self._has_rate:
             value = "none, `model.optimizer` has applied no update"
         else:
-            value = "several, of the optimizers in `model.optimizer`"
+            value = f"no single one, `model.optimizer` is {type(self._model.optimizer).__name__}"
         self._line = f"Learning rate of epoch {epoch + 1}: {value}"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()
 
     def _print(self) -> None:
-        if self._line and self.verbose and processes.index() == 0:
+        if self._line and processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""

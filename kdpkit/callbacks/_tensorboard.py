@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ class TensorBoard(AppliedRateCallback):
         log_dir: Directory of the event files, created if needed, for `tensorboard --logdir`. In
             object storage (`gs://bucket/logs`), which cannot append, files are replaced at the end
             of every epoch.
+        update_freq: `"epoch"`, or after how many calls of the compiled step (`"batch"`: 1) the logs
+            are written as well, as `batch_loss` and so on, with the rate of the last update as
+            `batch_learning_rate`, at the optimizer's number of batches (without a single rate, the
+            number of calls).
 
     Raises:
         ValueError: An argument is invalid, or `log_dir` is not a writable directory (also an
@@ -46,12 +51,16 @@ class TensorBoard(AppliedRateCallback):
     ['train']
     """
 
-    _rate_is_optional = True
-
-    def __init__(self, log_dir: str | os.PathLike[str] = "logs") -> None:
+    def __init__(
+        self, log_dir: str | os.PathLike[str] = "logs", *, update_freq: int | str = "epoch"
+    ) -> None:
         from tensorboard.summary import Writer
 
         super().__init__()
+        if update_freq not in ("epoch", "batch"):
+            checks.integer("update_freq", update_freq)
+        self.update_freq: Any = 1 if update_freq == "batch" else update_freq
+        self._counts_batches = update_freq != "epoch"
         if not isinstance(log_dir, str | os.PathLike) or not os.fspath(log_dir):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
         path = storage.path(log_dir)
@@ -67,20 +76,43 @@ class TensorBoard(AppliedRateCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Open the training run's file, so a full disk is detected before training."""
         super().on_train_begin(logs)
+        self._calls = self._calls_before = 0
         if processes.index() == 0:
             self._writer("train")
         self._flush()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        self._calls_before = self._calls if batch == 0 else self._calls_before
+        self._calls += 1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the batch, if it is its turn; on JAX this may be called in any thread and order."""
+        step = self._calls_before + (batch + 1) // self._model.steps_per_execution
+        if self.update_freq == "epoch" or step % self.update_freq:
+            return
+        scalars = dict(logs or {})
+        if self._has_rate:
+            notes = [*self._notes]
+            while notes[-1][0] > batch:  # Steps may have begun since.
+                notes.pop()
+            step = int(notes[-1][1])
+            scalars["learning_rate"] = self._rate_of(self._update_before(step), notes)
+        self._write("batch", scalars, step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         scalars = dict(logs or {})
         if self._has_rate:
             scalars["learning_rate"] = self._applied_rate()
+        self._write("epoch", scalars, epoch)
+        self._flush()
+
+    def _write(self, kind: str, scalars: Mapping[str, Any], step: int) -> None:
         for name, value in scalars.items():
             if processes.index() == 0 and isinstance(value, numbers.Real):
                 writer = self._writer("validation" if name.startswith("val_") else "train")
-                tag = f"epoch_{name.removeprefix('val_')}"
-                writer.add_scalar(f"device/{name}" if is_reading(name) else tag, value, epoch)
-        self._flush()
+                tag = f"{kind}_{name.removeprefix('val_')}"
+                writer.add_scalar(f"device/{name}" if is_reading(name) else tag, value, step)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         for writer in self._writers.values():

@@ -14,9 +14,10 @@ from kdpkit._internal import checks
 class Throughput(keras.callbacks.Callback):
     """Measures steps, examples and tokens per second, as completed on the device.
 
-    The clock runs from the start of an epoch's first batch until its last result is available. The
-    first execution of each `fit`, which compiles the step, is excluded, and so is everything
-    between epochs: validation, checkpoints, other callbacks. The logs of each epoch get:
+    The clock runs from the beginning of an epoch, before its first batch is there, until its last
+    result is available. What follows is excluded: validation, checkpoints, other callbacks. In the
+    first epoch of a `fit` the clock starts after the first execution, which compiles the step. The
+    logs of each epoch get:
 
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
     - `examples_per_second`: that times `global_batch_size`.
@@ -84,7 +85,7 @@ class Throughput(keras.callbacks.Callback):
         self._compiled = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._start = None
+        self._start = (0, time.perf_counter()) if self._compiled else None
         self._ends.clear()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:

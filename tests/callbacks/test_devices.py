@@ -14,7 +14,7 @@ from kdpkit.callbacks._devices import is_reading, starving
 
 from .falling_weight import falling_weight, ones
 
-HOST = {"cpu_utilization", "memory_gib"}
+HOST = {"process_cpu_utilization", "process_memory_gib"}
 
 
 def fit(*callbacks, steps=4, epochs=2, model=None, **settings):
@@ -51,7 +51,7 @@ def gpus(*busy):
     [((), False), ((49.0,), True), ((100.0, 50.0), False), ((100.0, 49.0), True)],
 )
 def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(busy, waits):
-    assert bool(starving(gpus(*busy) | {"cpu_utilization": 1.0})) == waits
+    assert bool(starving(gpus(*busy) | {"process_cpu_utilization": 1.0})) == waits
 
 
 def test_without_nvml_one_sentence_reports_it_and_the_rest_is_read(monkeypatch, capsys):
@@ -68,7 +68,9 @@ def test_each_epoch_has_the_readings_and_no_thread_is_left():
     assert history.keys() == {"loss", *HOST}  # a CPU does not report the memory it handed out
     assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in history.values())
     assert all(map(is_reading, HOST))
-    assert not any(map(is_reading, ("loss", "learning_rate", "val_memory_gib", "gpu_accuracy")))
+    assert not any(
+        map(is_reading, ("loss", "learning_rate", "val_process_memory_gib", "gpu_accuracy"))
+    )
     assert len(set(seen)) == 1
     assert threads() == []
 

@@ -1,3 +1,4 @@
+import itertools
 import sys
 
 import keras
@@ -14,7 +15,7 @@ from kdpkit.callbacks import (
     training_callbacks,
 )
 
-from .falling_weight import falling_weight, ones, straight_decay
+from .falling_weight import SetRate, falling_weight, ones, straight_decay
 
 
 def scalars(directory):
@@ -51,16 +52,38 @@ def test_the_applied_rate_is_written_and_history_beside_it(tmp_path):
     assert list(validation["epoch_loss"].values()) == pytest.approx(history["val_loss"])
 
 
+@pytest.mark.parametrize("rate", [0.5, straight_decay()], ids=["plain", "schedule"])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_batches_have_the_applied_rate_at_the_optimizers_number_of_batches(
+    tmp_path, rate, accumulation
+):
+    values = (0.5 - 0.01 * step for step in itertools.count())
+    setting = [SetRate("on_train_batch_begin", values)] * (rate == 0.5)
+    optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=accumulation)
+    model = falling_weight(optimizer)
+    model.fit(**ones(5), epochs=2, callbacks=[TensorBoard(tmp_path, update_freq=2), *setting])
+    written = scalars(tmp_path / "train")
+    of_batch = {2: 1, 4: 3, 6: 5, 8: 7, 10: 9}  # the last update's index, from 0
+    expected = {n: 0.5 - 0.01 * i if rate == 0.5 else 1 - i / 100 for n, i in of_batch.items()}
+    assert written["batch_learning_rate"] == pytest.approx(expected)
+    assert written["batch_loss"].keys() == expected.keys()
+
+
 @pytest.mark.tensorflow
-def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
+@pytest.mark.parametrize("update_freq", ["epoch", "batch", 5])
+def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path, update_freq):
     ours, keras_own = tmp_path / "ours", tmp_path / "keras"
     keras.utils.set_random_seed(0)
-    fit([TensorBoard(ours), keras.callbacks.TensorBoard(keras_own)])
+    settings = {"update_freq": update_freq}
+    fit([TensorBoard(ours, **settings), keras.callbacks.TensorBoard(keras_own, **settings)])
     for run in ("train", "validation"):
         expected = scalars(keras_own / run)
         rate = expected.pop("epoch_learning_rate", None)
         expected.pop("evaluation_loss_vs_iterations", None)
         written = scalars(ours / run)
+        # With 3 Keras leaves out epochs that end between two of these.
+        in_batches = update_freq != "epoch" and run == "train"
+        assert bool(written.pop("batch_learning_rate", None)) == in_batches
         assert written.pop("epoch_learning_rate", None) != rate or rate is None
         assert written == expected
 
@@ -84,6 +107,12 @@ def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path
 def test_a_path_that_is_none_is_named(log_dir):
     with pytest.raises(ValueError, match=f"`log_dir`.*{log_dir!r}"):
         TensorBoard(log_dir)
+
+
+@pytest.mark.parametrize("update_freq", ["batches", 0, 1.5])
+def test_a_frequency_that_is_none_is_named(tmp_path, update_freq):
+    with pytest.raises(ValueError, match=f"`update_freq`.*{update_freq!r}"):
+        TensorBoard(tmp_path, update_freq=update_freq)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -115,9 +144,12 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote):
 
 def test_the_usual_set_writes_what_it_measures_and_leaves_training_as_it_is(tmp_path):
     usual = training_callbacks(tmp_path, global_batch_size=2, tokens_per_example=3)
-    assert [type(each) for each in usual] == [PrintLR, Throughput, DeviceMonitor, TensorBoard]
+    kinds = [LearningRateLogger, PrintLR, Throughput, DeviceMonitor, TensorBoard]
+    assert [type(each) for each in usual[1:]] == kinds
     np.testing.assert_equal(fit(usual).get_weights(), fit([]).get_weights())
     written = scalars(tmp_path / "train")
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
-    assert speeds | {"device/cpu_utilization", "device/memory_gib"} <= written.keys()
-    assert written["device/memory_gib"].keys() == {0, 1}
+    assert (
+        speeds | {"device/process_cpu_utilization", "device/process_memory_gib"} <= written.keys()
+    )
+    assert written["device/process_memory_gib"].keys() == {0, 1}
