@@ -19,6 +19,7 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, processes, storage
 
+_FORMAT = 2  # of a state's file and of what `Resume` notes in it: one more with each change
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
 _locks: dict[str, int] = {}  # the file descriptors of this process's locks
 # Its thread is no daemon, so a program that ends waits until a state is written.
@@ -162,7 +163,7 @@ class CheckpointDirectory:
         """Read the newest undamaged state, after waiting for this process's; None if there is none.
 
         Raises:
-            ValueError: All states are damaged.
+            ValueError: All states are damaged, or one has the format of another version of kdpkit.
         """
         self.wait()
         paths = self.paths()
@@ -171,6 +172,8 @@ class CheckpointDirectory:
                 state = _read(path)
                 self.newest = state.position
                 return state
+            except errors.InputError:
+                raise
             except Exception as error:  # damaged bytes raise many kinds
                 warnings.warn(
                     f"The training state {path} is damaged or cannot be read ({error}), and "
@@ -247,7 +250,8 @@ def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.nda
     Returns when the file is on the disk.
     """
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
-    text = np.array(json.dumps({**header, "dtypes": dtypes}))
+    header = {**header, "format": _FORMAT, "dtypes": dtypes}
+    text = np.array(json.dumps(header))
     # `np.savez` does the same, but in NumPy 2.0 leaves the archive open on a full disk.
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -272,6 +276,13 @@ def _read(path: storage.AnyPath) -> TrainingState:
         raw.seek(0)
         file = stack.enter_context(np.load(raw, allow_pickle=False))
         header, arrays = json.loads(str(file["header"])), {}
+        if (version := header.get("format", 1)) != _FORMAT:
+            checks.fail(
+                f"This version of kdpkit reads training states of format {_FORMAT} only.",
+                state=str(path),
+                format=version,
+                remedy="Continue with the version that wrote it, or use another directory.",
+            )
         for name, dtype in header["dtypes"].items():
             bits = file[name]
             is_native = bits.dtype.name == dtype

@@ -1,7 +1,11 @@
 """Values of Keras variables, by name."""
 
 import contextlib
+import itertools
+import operator
+import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,16 +18,17 @@ def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np
 
     Later steps do not change these arrays, which may be read-only.
 
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> sorted(values_of({"model": model.variables}))
-    ['model.0', 'model.1']
+    >>> norm = keras.layers.LayerNormalization(center=False, name="norm")
+    >>> norm.build((None, 3))
+    >>> values_of({"model": norm.variables})
+    {'model.0.norm/gamma': array([1., 1., 1.], dtype=float32)}
     """
     return {name: _read(variable) for name, variable in _by_name(variables).items()}
 
 
 def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, keras.Variable]:
     return {
-        f"{group}.{index}": variable
+        f"{group}.{index}.{variable.path}": variable
         for group, members in variables.items()
         for index, variable in enumerate(members)
     }
@@ -59,21 +64,33 @@ def assign(
     """Assign values from `values_of` to Keras variables, all of a group or none.
 
     Raises:
-        ValueError: The variables of a group differ from the saved ones in number or shape.
+        ValueError: The variables of a group differ from the saved ones in number, shape or path,
+            except for numbers that Keras counts up in a process, as of `dense_7`, and outer scopes.
     """
+    names = {}
     for group, members in variables.items():
-        present = {f"{group}.{i}": tuple(variable.shape) for i, variable in enumerate(members)}
-        saved = {n: array.shape for n, array in arrays.items() if n.startswith(f"{group}.")}
-        if present != saved:
-            differs = next(n for n in present | saved if present.get(n) != saved.get(n))
-            checks.fail(
-                f"The saved state does not fit the {group}, which has {len(present)} variables; "
-                f"the state has {len(saved)}.",
-                first_that_differs=differs,
-                shape=present.get(differs),
-                saved_shape=saved.get(differs),
-                remedy="Build and compile it as when it was saved, or use another directory.",
-            )
-    for name, variable in _by_name(variables).items():
-        with scope_of(variable):
-            variable.assign(arrays[name])
+        present = [(variable.path, tuple(variable.shape)) for variable in members]
+        names[group] = [name for name in arrays if name.startswith(f"{group}.")]
+        saved = [(name.split(".", 2)[2], arrays[name].shape) for name in names[group]]
+        fits = operator.eq if sorted(present) == sorted(saved) else _fits
+        for new, old in itertools.zip_longest(present, saved, fillvalue=("no variable", None)):
+            if not fits(new, old):
+                checks.fail(
+                    f"The saved state does not fit the {group}, which has {len(present)} variables;"
+                    f" the state has {len(saved)}. The first that differs is shown.",
+                    variable=new,
+                    saved=old,
+                    remedy="Build and compile it as when it was saved, with the same names of "
+                    "layers, or use another directory.",
+                )
+    for group, members in variables.items():
+        for variable, name in zip(members, names[group], strict=True):
+            with scope_of(variable):
+                variable.assign(arrays[name])
+
+
+def _fits(new: tuple[str, Any], old: tuple[str, Any]) -> bool:
+    """Compare paths and shapes. An optimizer in another one is built in its scope, or outside."""
+    paths = [re.sub(r"_\d+(?=[_./]|$)", "", f"/{path}") for path, _ in (new, old)]
+    shorter, longer = sorted(paths, key=len)
+    return new[1] == old[1] and longer.endswith(shorter)

@@ -67,6 +67,14 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     )
 
 
+def num_examples(dataset: TrainDataset) -> int | None:
+    """Return how many elements the last stage before a batch has that knows it, as of files."""
+    stages = [*_all(Stage(dataset.examples))]
+    batch = next((index for index, stage in enumerate(stages) if "batch" in stage.kind), -1)
+    counts = (stage.cardinality for stage in stages[batch + 1 :])
+    return next((count for count in counts if count is not None and count >= 0), None)
+
+
 def _all(end: Stage) -> Iterator[Stage]:
     """Yield all stages, hidden ones too, with those that choose between datasets."""
     yield end

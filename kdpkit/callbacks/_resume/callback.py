@@ -15,11 +15,12 @@ import keras
 
 from kdpkit import checkpoints
 from kdpkit._internal import checks, optimizers, processes
-from kdpkit.callbacks._resume import callback_state, data, model_state, stopping
+from kdpkit.callbacks._resume import callback_state, data, model_state, settings, stopping
 from kdpkit.checkpoints import Position
 
-# These settings may change between epochs.
-_DATA_SETTINGS = ("batches_in_an_epoch", "global_batch_size", "seed")
+# The first may change between epochs, the second not; all others may.
+_DATA_SETTINGS = ("batches_in_an_epoch", "global_batch_size", "seed", "number_of_examples")
+_STATE_SETTINGS = ("optimizers", "callbacks")
 
 
 class Resume(keras.callbacks.Callback):
@@ -96,6 +97,8 @@ class Resume(keras.callbacks.Callback):
         self._epochs_ahead: int | None = None  # the data's epoch minus Keras', once known
         # This call of `fit`.
         self._state: checkpoints.TrainingState | None = None  # the newest one, until it is restored
+        self._setup: dict[str, Any] = {}  # settings of the program
+        self._changed: dict[str, Any] = {}  # those of them that differ from the state's
         self._is_current = False  # whether the last call ended with that state
         self._earlier_end: dict[str, Any] | None = None  # how an earlier run ended this call
         self._has_begun = False
@@ -186,7 +189,11 @@ class Resume(keras.callbacks.Callback):
             )
         if processes.index() == 0:
             self._checkpoints.acquire()
+        self._setup = self._settings(begins=True)
         state = self._checkpoints.latest()
+        if state and "setup" not in state.notes:
+            directory = str(self._checkpoints.directory)
+            checks.fail("The states in this directory are none of `Resume`.", directory=directory)
         processes.require_equal(
             "The newest state, by epoch and step,",
             dataclasses.astuple(state.position) if state else (-1, -1),
@@ -249,31 +256,62 @@ class Resume(keras.callbacks.Callback):
                 f"of {epochs}, after {position.step} of {self._steps_per_epoch} steps.\n"
             )
 
-    def _settings(self) -> dict[str, Any]:
-        """Return what must stay the same to continue a run."""
+    def _settings(self, *, begins: bool = False) -> dict[str, Any]:
+        """Return the settings of the program that are compared with those of a state."""
+        found, layers = optimizers.all_of(self.model), [*self.model._flatten_layers()]
+        losses = keras.tree.flatten(getattr(self.model, "loss", None))
         return {
-            "optimizers": [type(found).__name__ for found in optimizers.all_of(self.model)],
-            "callbacks": [type(callback).__name__ for callback in self.callbacks],
+            **{
+                settings.numbered(name, index): value
+                for index, optimizer in enumerate(found)
+                for name, value in settings.of_program(optimizer, begins=begins).items()
+            },
+            "optimizers": [
+                [*{type(part).__name__: None for part in (one, optimizers.wrapped(one))}]
+                for one in found
+            ],
+            "callbacks": [
+                [type(one).__name__, *(getattr(one, name, None) for name in ("monitor", "mode"))]
+                for one in self.callbacks
+            ],
             "batches_in_an_epoch": self._steps_per_epoch,
             "global_batch_size": self._data.global_batch_size,
             "seed": self._data.seed,
+            "number_of_examples": self._data.num_examples,
+            "losses": [
+                x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__)
+                for x in losses
+            ],
+            "frozen_layers": sum(not layer.trainable for layer in layers),
+            "dtypes": sorted({layer.compute_dtype for layer in layers}),
         }
 
     def _check_settings(self, state: checkpoints.TrainingState) -> None:
+        """Raise for settings that a state cannot be continued with; report other changed ones."""
         saved = state.notes["setup"]
-        for name, value in self._settings().items():
-            is_of_data = name in _DATA_SETTINGS and self._data.batches_per_epoch is not None
-            if saved[name] != value and (state.position.step or not is_of_data):
-                checks.fail(
-                    f"The saved state is of a run in which `{name.replace('_', ' ')}` differs.",
-                    saved=saved[name],
-                    **{name: value},
-                    remedy="Continue with the saved setting, or use another directory.",
-                )
+        self._changed = {n: v for n, v in self._setup.items() if saved.get(n) != v}
+        is_inside = state.position.step or self._data.batches_per_epoch is None
+        fixed = _STATE_SETTINGS + _DATA_SETTINGS if is_inside else _STATE_SETTINGS
+        for name in self._changed.keys() & {*fixed}:
+            checks.fail(
+                f"The saved state is of a run in which `{name.replace('_', ' ')}` differs.",
+                saved=saved[name],
+                **{name: self._changed[name]},
+                remedy="Continue with the saved setting, or use another directory.",
+            )
 
     def _restore(self, state: checkpoints.TrainingState) -> None:
         if not self._is_current:
-            self._model_state.restore(state)
+            self._model_state.restore(state, self._changed)
+            self._settings()  # What was restored now is none of the program's settings.
+            saved = state.notes["setup"]
+            pairs = (f"{n}={v!r} (saved: {saved.get(n)!r})" for n, v in self._changed.items())
+            if self._changed:
+                warnings.warn(
+                    f"The program has other settings than the run that it continues, in "
+                    f"{self._checkpoints.directory}, and trains with its own: {', '.join(pairs)}.",
+                    stacklevel=4,
+                )
         for index, values in enumerate(state.notes["callbacks"]):
             prefix = f"callback.{index}."
             weights = [array for name, array in state.arrays.items() if name.startswith(prefix)]
@@ -393,6 +431,7 @@ class Resume(keras.callbacks.Callback):
             "lengths": {name: len(values) for name, values in history.history.items()},
         }
         self._finished_calls.append(self._earlier_end or end)
+        self._settings()
         if self._wait() and processes.index() == 0:
             processes.report(f"The end of training is not saved. {self._newest_state()}")
         self._checkpoints.release()
@@ -406,6 +445,7 @@ class Resume(keras.callbacks.Callback):
         self._checkpoints.wait()  # so that memory has one state at a time
         # Every process reads, because some values are sums over the processes.
         arrays = self._model_state.values(with_metrics=position.step > 0)
+        self._settings()
         if processes.index() > 0:
             return
         states = [callback_state.state_of(callback) for callback in self.callbacks]
@@ -418,7 +458,7 @@ class Resume(keras.callbacks.Callback):
             for name, value in logs.items():
                 history.setdefault(name, []).append(callback_state.plain(value))
         notes = {
-            "setup": self._settings(),
+            "setup": self._setup,
             "stopped": bool(self.model.stop_training) and position.step == 0,
             "history": history,
             "epochs": epochs,

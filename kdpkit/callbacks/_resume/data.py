@@ -47,18 +47,22 @@ class TrackedPipeline:
         counts_calls: Whether the data count their epochs by Keras' calls, and cannot be moved to an
             epoch.
         global_batch_size: Examples in a batch, None if unknown.
+        num_examples: Examples of the data, also if an epoch leaves some out; None if unknown.
         seed: Seed of the order, None if there is none or it is unknown.
     """
 
     counts_calls = False
 
     def __init__(self, dataset: "TrainDataset") -> None:
+        from kdpkit.pipelines import _iterations
+
         self._counter = dataset.epoch_counter
         self._start = Position(*self._counter.position())
         self.first_epoch = self._start.epoch
         self.dataset = dataset.tracked()
         self.batches_per_epoch = self._counter.batches if self._counter.batches >= 0 else None
         self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
+        self.num_examples = _iterations.num_examples(dataset)
 
     @property
     def was_read(self) -> bool:
@@ -103,6 +107,7 @@ class TrackedBatches(keras.utils.PyDataset):
         self._next_index = 0
         self.was_read = False
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
+        self.num_examples = getattr(dataset, "_num_examples", None)
         self.seed = getattr(dataset, "seed", None)
 
     @property

@@ -1,7 +1,8 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
+import collections
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +10,10 @@ import numpy as np
 
 from kdpkit import checkpoints
 from kdpkit._internal import optimizers, versions
+from kdpkit.callbacks._resume import settings
+
+# The settings of optimizers that training changes, by the variable that has the present value.
+_SETTINGS = {"learning_rate": "learning_rate", "dynamic_scale": "initial_scale"}
 
 
 class ModelState:
@@ -37,12 +42,8 @@ class ModelState:
     def values(self, *, with_metrics: bool) -> dict[str, np.ndarray]:
         """Return the values of all variables, except for those of optimizers not yet used."""
         groups = self._groups()
-        groups["optimizer"] = [
-            variable
-            for optimizer in optimizers.all_of(self._model)
-            if optimizer.built
-            for variable in optimizer.variables
-        ]
+        for index, optimizer in enumerate(optimizers.all_of(self._model)):
+            groups |= _groups_of(optimizer, index) if optimizer.built else {}
         if not with_metrics:
             del groups["metrics"]
         return checkpoints.values_of(groups) | torch_random_state()
@@ -73,7 +74,7 @@ class ModelState:
             for compute in computations:
                 if self._lacks_variables(state):
                     compute(x, y, y_pred, sample_weight)
-        if "seeds.0" in state.arrays:
+        if "seeds" in _saved_groups(state):
             versions.make_global_seeds(strategy_of(self._model))
 
     def _lacks_variables(self, state: checkpoints.TrainingState) -> bool:
@@ -84,27 +85,42 @@ class ModelState:
             for group, variables in groups.items()
         )
 
-    def restore(self, state: checkpoints.TrainingState) -> None:
+    def restore(self, state: checkpoints.TrainingState, changed: Iterable[str]) -> None:
         """Assign the values of a state, whose variables `build` has created.
 
-        At the end of an epoch metrics are left out, because the next epoch resets them.
+        At the end of an epoch metrics are left out, because the next epoch resets them, and so are
+        settings that the program has `changed`.
         """
         groups, variables = self._groups(), self._model.variables
         scope = getattr(strategy_of(self._model), "scope", contextlib.nullcontext)
-        groups["optimizer"] = []
-        found = optimizers.all_of(self._model)
-        for optimizer, indices in zip(found, state.notes["trained"], strict=True):
+        found = zip(optimizers.all_of(self._model), state.notes["trained"], strict=True)
+        for number, (optimizer, indices) in enumerate(found):
             are_of_model = indices and 0 <= min(indices) <= max(indices) < len(variables)
             if are_of_model and not optimizer.built:
                 with scope():
                     optimizer.build([variables[index] for index in indices])
-            groups["optimizer"] += optimizer.variables if indices else []
+            groups |= _groups_of(optimizer, number) if indices else {}
         if state.position.step == 0:
             del groups["metrics"]
-        if "seeds.0" not in state.arrays:
+        if "seeds" not in _saved_groups(state):
             del groups["seeds"]
+        for name in changed:
+            groups.pop(name, None)
         checkpoints.assign(groups, state.arrays)
         restore_torch_random_state(state.arrays)
+
+
+def _groups_of(optimizer: keras.Optimizer, index: int) -> dict[str, list[Any]]:
+    """Return the variables of an optimizer, those of each setting in a group of its name."""
+    groups = collections.defaultdict(list)
+    for variable in optimizer.variables:
+        name = _SETTINGS.get(variable.name, "optimizer")
+        groups[settings.numbered(name, index)].append(variable)
+    return groups
+
+
+def _saved_groups(state: checkpoints.TrainingState) -> set[str]:
+    return {name.partition(".")[0] for name in state.arrays}
 
 
 def strategy_of(model: keras.Model) -> Any:
