@@ -58,9 +58,13 @@ def trained(
     own_data=None,
     shard="none",
     seeds=None,
+    groups_of=None,
     **settings,
 ):
-    """Train in one way; `own_data` and `seeds` have what differs between the processes."""
+    """Train in one way; `own_data`, `seeds` and `groups_of` have what differs between processes.
+
+    So many devices share the model; with 0 there is no distribution.
+    """
     assert jax.device_count() == DEVICES
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
     model = process_programs.classifier(dropout=0.3, seed=(seeds or [0, 0])[INDEX])
@@ -68,6 +72,9 @@ def trained(
     watching += [callbacks.DeviceMonitor()] if monitors else []
     settings |= {"epochs": epochs, "callbacks": watching, "examples": test.examples}
     strategy = sharding.DataParallel(shard=shard)
+    if groups_of:
+        size = groups_of[INDEX]
+        strategy = sharding.ModelParallel(model=size) if size else None
     if by == "loop":
         return process_programs.by_loop(model, train, test, strategy=strategy, **settings)
     keras.distribution.set_distribution(strategy)

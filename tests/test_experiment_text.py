@@ -42,16 +42,23 @@ def test_sequences_are_the_full_ones_of_the_pipeline(documents, length):
 
 
 @pytest.mark.parametrize(
-    ("length", "row", "is_answer"),
+    ("length", "row", "is_answer", "lost"),
     [
-        (8, [START, 10, 11, 20, 21, END, PAD, PAD], [0, 0, 0, 1, 1, 1, 0, 0]),
-        (5, [10, 11, 20, 21, END], [0, 0, 1, 1, 1]),  # the prompt's first tokens are left out
-        (3, [11, 20, 21], [0, 1, 1]),
+        (8, [START, 10, 11, 20, 21, END, PAD, PAD], [0, 0, 0, 1, 1, 1, 0, 0], None),
+        (6, [START, 10, 11, 20, 21, END], [0, 0, 0, 1, 1, 1], None),
+        (5, [10, 11, 20, 21, END], [0, 0, 1, 1, 1], 0),  # the prompt's first tokens are left out
+        (3, [11, 20, END], [0, 1, 1], 1),
     ],
 )
-def test_of_a_pair_the_answers_tokens_count(length, row, is_answer):
+def test_of_a_pair_the_answers_tokens_count(length, row, is_answer, lost, capsys):
     ids, answers = text.answers([("10 11", "20 21")], Numbers(), length)
     assert (ids.tolist(), answers.tolist()) == ([row], [is_answer])
+    printed = capsys.readouterr().out
+    if lost is None:
+        assert not printed
+    else:
+        assert f"Of 1 pairs 1 have more than {length} tokens" in printed
+        assert f"and {lost} also the end of the answer" in printed
 
 
 def test_a_tokenizer_without_a_start_begins_with_its_end():

@@ -29,6 +29,10 @@ DISAGREE = {
     "alike, loop": {"by": "loop", "own_data": [{"same_data": True}] * 2},
     "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
     "seed, fit": {"by": "fit", "seeds": [0, 1]},
+    "alone, fit": {"by": "fit", "groups_of": [0, 0]},
+    "groups, fit": {"by": "fit", "groups_of": [4, 4]},
+    "groups, loop": {"by": "loop", "groups_of": [4, 4]},
+    "meshes, fit": {"by": "fit", "groups_of": [1, 2]},
 }
 
 pytestmark = [
@@ -112,10 +116,17 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
         ("alike, loop", "The first batch of `train` must differ between processes"),
         ("end, loop", "The number of batches of `train` must be the same in all processes"),
         ("seed, fit", "A variable has not the same value in all processes"),
+        ("alone, fit", "each process would train a model of its own"),
+        ("groups, fit", "devices that share the model must be of one process"),
+        ("groups, loop", "devices that share the model must be of one process"),
+        ("meshes, fit", "The devices of the distribution must be the same in all processes"),
     ],
 )
 def test_processes_that_disagree_raise(two, run, sentence):
-    remedy = r"as `kdpkit.batches.ArrayBatches` does|equally many|set_random_seed\(0\)"
+    remedy = (
+        r"as `kdpkit.batches.ArrayBatches` does|equally many|set_random_seed\(0\)|clear_session"
+        "|the same in every process"
+    )
     for found in two[run]:
         assert sentence in found
         assert re.search(remedy, found)

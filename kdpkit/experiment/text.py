@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks
+from kdpkit._internal import checks, processes
 
 _LINES_AT_ONCE = 4096
 
@@ -65,18 +65,27 @@ def answers(
     """Return the token ids of pairs of a prompt and its answer, and 1 where they are the answer's.
 
     A prompt and its answer follow each other, then the token that ends a text; both arrays are
-    int32 `[pairs, length]`. Of a longer pair the prompt's first tokens are left out.
+    int32 `[pairs, length]`. A longer pair loses the prompt's first tokens, then the answer's last
+    ones, but never the token that ends it; a line reports how many do.
     """
     special = special_ids(tokenizer)
     ids = np.full((len(pairs), length), special["pad"], np.int32)
     is_answer = np.zeros_like(ids)
+    cut_prompts = cut_answers = 0
     for row, pair in enumerate(pairs):
         prompt, answer = _token_ids(pair, tokenizer)
-        answer = [*answer, special["end"]][: length - 1]
+        cut_prompts += len(prompt) + len(answer) + 2 > length
+        cut_answers += len(answer) + 2 > length
+        answer = [*answer[: length - 2], special["end"]]
         prompt = [special["start"], *prompt][len(answer) - length :]
         end = len(prompt) + len(answer)
         ids[row, :end] = prompt + answer
         is_answer[row, len(prompt) : end] = 1
+    if cut_prompts and processes.index() == 0:
+        print(
+            f"Of {len(pairs)} pairs {cut_prompts} have more than {length} tokens: they lose the "
+            f"beginning of the prompt, and {cut_answers} also the end of the answer."
+        )
     return ids, is_answer
 
 

@@ -48,15 +48,7 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) ->
     count = shards.batch_shards(mesh)
     if jax.process_count() == 1:
         return jax.device_put(batch, replicated(mesh) if examples % count else sharded)
-    local_devices, rest = divmod(count, jax.process_count())
-    if rest or not local_devices:
-        checks.fail(
-            "With several processes each has examples of its own, and so devices that share the "
-            "model must be of one process.",
-            parts_of_a_batch=count,
-            processes=jax.process_count(),
-            remedy="Use a smaller `model`.",
-        )
+    local_devices = count // jax.process_count()
     if examples % local_devices:
         checks.fail(
             "With several processes each must pass a number of examples that its devices divide.",

@@ -167,12 +167,20 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     def _layout_from_map(self, variable: keras.Variable) -> keras.distribution.TensorLayout | None:
         layout = self._layout_map[variable.path]
-        if layout is not None and len(layout.axes) != len(variable.shape):
+        if layout is None:
+            return None
+        sizes = [self.shards.mesh.shape.get(name, 1) for name in layout.axes]
+        if len(sizes) != len(variable.shape) or any(
+            size % parts for size, parts in zip(variable.shape, sizes, strict=True)
+        ):
             checks.fail(
-                "A layout of `layout_map` has another number of axes than a variable it is for.",
-                layout=tuple(layout.axes),
+                "A layout of `layout_map` has another number of axes than a variable it is for, or "
+                "shards an axis that the devices do not divide.",
                 variable=variable.path,
                 shape=tuple(variable.shape),
+                layout=tuple(layout.axes),
+                devices=dict(self.shards.mesh.shape),
+                remedy="Name an axis that they divide, or None for each axis.",
             )
         return layout
 

@@ -131,6 +131,12 @@ def as_mesh(strategy: Mesh | shards.Distribution | None) -> Mesh:
     1
     """
     strategy = keras.distribution.distribution() if strategy is None else strategy
+    if strategy is None and jax.process_count() > 1:
+        checks.fail(
+            "No distribution is set, so each process would train a model of its own.",
+            processes=jax.process_count(),
+            remedy="Set one before the model is built; `keras.utils.clear_session` drops it.",
+        )
     if strategy is None:
         return data_mesh(1)
     mesh, axis = strategy, getattr(strategy, "batch_dim_name", None)
@@ -149,4 +155,20 @@ def as_mesh(strategy: Mesh | shards.Distribution | None) -> Mesh:
             axes=mesh.axis_names,
             remedy='Name the axis "batch".',
         )
+    _check_processes(mesh)
     return mesh
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Raise if processes, each of which passes its own examples, would share a part of a batch."""
+    axis = mesh.axis_names.index(shards.batch_axis(mesh))
+    groups = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)
+    owners = sorted(sorted({device.process_index for device in group}) for group in groups)
+    count = jax.process_count()
+    if count > 1 and owners != [[i] for i in range(count) for _ in range(len(groups) // count)]:
+        checks.fail(
+            "Each process has examples of its own. So all need equally many devices that share "
+            "batches, and devices that share the model must be of one process.",
+            processes_of_each_group=owners,
+            remedy="Use all devices, and a smaller `model`.",
+        )

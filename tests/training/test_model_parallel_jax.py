@@ -451,10 +451,35 @@ def test_impossible_meshes_are_one_sentence(arguments, sentence):
         sharding.ModelParallel(4, **arguments)
 
 
-def test_a_layout_of_another_number_of_axes_names_the_variable():
-    distribution = sharding.ModelParallel(4, model=2, layout_map={".*kernel": ("model",)})
-    with distribution.scope(), pytest.raises(ValueError, match=r"another number of axes.*dense"):
-        keras.Sequential([keras.Input((64,)), layers.Dense(64, name="dense")])
+@pytest.mark.parametrize("layout", [("model",), (None, "model")])
+def test_a_layout_that_does_not_fit_names_the_variable(layout):
+    distribution = sharding.ModelParallel(4, model=2, layout_map={".*kernel": layout})
+    with (
+        distribution.scope(),
+        pytest.raises(ValueError, match=r"dense/kernel.*\(64, 63\).*'model'"),
+    ):
+        keras.Sequential([keras.Input((64,)), layers.Dense(63, name="dense")])
+
+
+def test_a_distribution_that_was_set_later_is_one_sentence():
+    later = sharding.DataParallel(2)
+    x, y = np.zeros((4, 3)), np.zeros((4, 1))
+
+    def compiled():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return training.replica_exact(model)
+
+    model = compiled()
+    with later.scope(), pytest.raises(ValueError, match=r"Another distribution is set"):
+        model.fit(x, y, verbose=0)
+    with sharding.ModelParallel(4, model=2).scope():
+        model = compiled()
+    model.fit(x, y, verbose=0)  # in the scope in which the model was built
+    for method in (model.evaluate, model.train_on_batch):
+        model.train_function = None  # it was traced
+        with later.scope(), pytest.raises(ValueError, match=r"Another distribution is set"):
+            method(x, y)
 
 
 def test_a_batch_axis_of_another_name_is_one_sentence():

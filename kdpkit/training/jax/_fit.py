@@ -5,6 +5,7 @@ predicts, the model has no weights: after an error or Ctrl-C they are lost.
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +36,13 @@ def attach(
     if "kdpkit_steps" in vars(model.train_step):
         return
     distribution = keras.distribution.distribution()
+    mesh = as_mesh(distribution)
+    processes.require_equal(
+        "The devices of the distribution",
+        [zlib.crc32(repr((mesh.shape, mesh.devices)).encode())],
+        remedy="Set the same in every process.",
+    )
     if distribution is not None:
-        mesh = as_mesh(distribution)
         divide_sums(mesh)
         names = ("per_process_batch", "layout", "batch_dim_name")
         shards.wrap_once(distribution_lib, "distribute_data_input", _placing_uneven, *names)
@@ -47,9 +53,10 @@ def attach(
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
         model.train_function = model.test_function = model.predict_function = None
     for name in ("fit", "evaluate", "predict"):
-        method = _keeping_weights(model, getattr(model, name), distribution)
-        # In this scope Keras places the data as the variables, whatever distribution is set now.
-        setattr(model, name, distribution.scope()(method) if distribution else method)
+        method = getattr(model, name)
+        # In this scope Keras places the data as the variables, also where none is set now.
+        scoped = distribution.scope()(method) if distribution else method
+        setattr(model, name, _keeping_weights(model, scoped, distribution))
 
 
 def reject_local_statistics(batch_norm: str) -> None:
@@ -83,10 +90,23 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
+        _check_distribution(mesh)
         return step(state, split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
+
+
+def _check_distribution(mesh: Mesh) -> None:
+    """Raise if another distribution is set now than when `replica_exact` was called."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None and as_mesh(distribution) != mesh:
+        checks.fail(
+            "Another distribution is set than when `replica_exact` was called.",
+            then=mesh,
+            now=distribution,
+            remedy="Set it first, then build the model.",
+        )
 
 
 def _gathering(step: Callable, mesh: Mesh) -> Callable:
@@ -142,9 +162,11 @@ def _placing_without_weights(original: Callable) -> Callable:
 def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:
     """Restore the values of variables if a method fails while Keras holds them elsewhere."""
     # docs/upstream/keras_jax_evaluate_loses_weights.md
+    mesh = as_mesh(distribution)
 
     @functools.wraps(method)
     def keeping(*args: Any, **kwargs: Any) -> Any:
+        _check_distribution(mesh)
         _check_data(*args, **kwargs)
         if distribution is not None:
             _place(model, distribution)
