@@ -139,14 +139,6 @@ class _Pipeline:
         """Yield the stages of some kinds, with those that follow."""
         return ((stage, after) for stage, after in self.stages if stage.kind in kinds)
 
-    def after(
-        self, is_met: Callable[[Stage], bool], *kinds: str
-    ) -> Iterator[tuple[Stage, Stage, tuple[Stage, ...]]]:
-        """Yield the stages of some kinds with the nearest earlier one that meets a condition."""
-        for stage, following in self.of(*kinds):
-            for earlier in itertools.islice(filter(is_met, before(stage)), 1):
-                yield stage, earlier, following
-
     def where(self, stage: Stage) -> str:
         """Name a stage, its position, and where its function is in the user's source."""
         position = ""
@@ -214,8 +206,9 @@ def _not_batched(pipeline: _Pipeline) -> _Faults:
 
 @_rule("shuffle-before-cache", training=True)
 def _shuffle_before_cache(pipeline: _Pipeline) -> _Faults:
-    for cache, shuffle, after in pipeline.after(lambda stage: stage.shuffles, *_CACHES):
-        if not any(stage.shuffles for stage in after):
+    for cache, after in pipeline.of(*_CACHES):
+        shuffle = next((stage for stage in before(cache) if stage.shuffles), None)
+        if shuffle is not None and not any(stage.shuffles for stage in after):
             problem = (
                 f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
                 "every epoch has the same."
@@ -242,8 +235,9 @@ def _cut_cache(pipeline: _Pipeline) -> _Faults:
     problem = "It is not read to its end, so TensorFlow discards it: each epoch prepares all again."
     for take, _ in pipeline.of("take"):
         cache = _first(reversed(line(take)), *_CACHES, "shuffle", "repeat")
-        count, available = take.setting("count") or 0, take.inputs[0].cardinality
-        if cache and cache.kind == "cache" and 0 <= count <= (available or count):
+        count, available = take.setting("count"), take.inputs[0].cardinality
+        is_cut = count is not None and 0 <= count <= (available or count)
+        if is_cut and cache and cache.kind == "cache":
             yield "slow", cache, problem, f"Put the cache after it: `.{take.label}.cache()`."
 
 
@@ -344,9 +338,11 @@ def _shuffle_before_window(pipeline: _Pipeline) -> _Faults:
 @_rule("shuffle-before-shard")
 def _shuffle_before_shard(pipeline: _Pipeline) -> _Faults:
     remedy = "Put `shard` first; or pass a seed and `deterministic=True`."
-    for shard, earlier, _ in pipeline.after(lambda stage: stage.has_own_order, "shard"):
-        problem = f"`{earlier.label}` has another order in each process, so that shards overlap."
-        yield "wrong", shard, problem, remedy
+    for shard, _ in pipeline.of("shard"):
+        earlier = next((stage for stage in before(shard) if stage.has_own_order), None)
+        if earlier and shard.setting("num_shards") != 1:
+            problem = f"`{earlier.label}` has another order in each process: shards overlap."
+            yield "wrong", shard, problem, remedy
 
 
 @_rule("shuffled-apart")
@@ -390,17 +386,13 @@ def _uneven_samples(pipeline: _Pipeline) -> _Faults:
     for choice, _ in pipeline.of("choose_from_datasets"):
         lengths = np.array([stage.cardinality or np.nan for stage in choice.inputs], float)
         lengths[lengths < 0] = np.inf
-        ends = lengths / _weights(choice)
+        functions = choice.argument("selector_input")._functions()
+        captured = [t for f in functions for t in f.function.captured_inputs]
+        weights = [np.exp(tensor).ravel() for tensor in captured if tensor.dtype.is_floating]
+        ends = lengths / (weights[0] if weights else 1)
         is_even = np.all(lengths == np.inf) or np.min(ends) >= _EVEN * np.max(ends)
         if not (is_even or choice.setting("stop_on_empty_dataset")):
             yield "note" if np.any(np.isnan(ends)) else "wrong", choice, problem, remedy
-
-
-def _weights(choice: Stage) -> Any:
-    """Return the weights of `sample_from_datasets`, or 1 where there are none."""
-    functions = choice.argument("selector_input")._functions()
-    captured = [tensor for function in functions for tensor in function.function.captured_inputs]
-    return next((np.exp(each).ravel() for each in captured if each.dtype.is_floating), 1)
 
 
 @_rule("ignored-errors")
@@ -420,11 +412,11 @@ def _constant_random(pipeline: _Pipeline) -> _Faults:
 
 @_rule("split-after-shuffle")
 def _split_after_shuffle(pipeline: _Pipeline) -> _Faults:
-    def has_new_order(stage: Stage) -> bool:
-        return stage.reshuffles or (stage.kind != "shuffle" and stage.has_own_order)
-
-    for split, shuffle, _ in pipeline.after(has_new_order, "skip", "take"):
-        if any(stage.caches or stage.kind == "repeat" for stage in before(split)):
+    for split, _ in pipeline.of("skip", "take"):
+        earlier = [*before(split)]
+        new = (s for s in earlier if s.reshuffles or (s.kind != "shuffle" and s.has_own_order))
+        shuffle = next(new, None)
+        if shuffle is None or any(stage.caches or stage.kind == "repeat" for stage in earlier):
             continue
         yield (
             "wrong" if split.kind == "skip" else "note",
