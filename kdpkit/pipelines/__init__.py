@@ -1,9 +1,9 @@
 """tf.data input pipelines for several replicas: two builders, and stages that tf.data lacks.
 
 `train_pipeline` and `eval_pipeline` combine the stages in the order that gives every epoch a new
-order and new augmentation: filter, prepare, cache, shuffle, batch, augment, prefetch. The other
-stages are functions from dataset to dataset, for `Dataset.apply`. `lint` finds mistakes in any
-pipeline from its stages.
+order and new augmentation: interleave files, filter, prepare, cache, shuffle, batch, augment,
+prefetch. The other stages are functions from dataset to dataset, for `Dataset.apply`. `lint` finds
+mistakes in any pipeline from its stages.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline

@@ -9,6 +9,7 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
+from kdpkit.pipelines._files import Read, file_names, interleaved
 from kdpkit.pipelines._padding import Transform, padded
 from kdpkit.pipelines._stages import Stage, paths, require_dataset, require_examples
 
@@ -42,9 +43,10 @@ class PipelineConfig:
 
 
 def train_pipeline(
-    source: tf.data.Dataset,
+    source: Any,
     config: PipelineConfig = PipelineConfig(),
     *,
+    read: Read | None = None,
     global_batch_size: int,
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
@@ -61,8 +63,11 @@ def train_pipeline(
     batches to build a model under a strategy: shorter epochs are then numbered from 1.)
 
     Args:
-        source: A finite dataset of single examples.
+        source: A finite dataset of single examples; or names of files or a pattern, with `read`.
         config: See `PipelineConfig`.
+        read: A function of the name of a file, a string tensor, to a dataset of its examples, such
+            as `tf.data.TFRecordDataset`. Up to 16 files are read in parallel, and interleaved, in
+            the order of their names; without a cache in a new order of files in each epoch.
         global_batch_size: Examples in a batch, over all replicas.
         replicas: Replicas that a batch is split over evenly: `strategy.num_replicas_in_sync`.
         keep: A predicate on an example; only examples for which it is true are kept.
@@ -78,8 +83,9 @@ def train_pipeline(
 
     Raises:
         ValueError: The replicas do not divide the batch; the source repeats (`fit(epochs=N)` would
-            repeat it again), has batches, or is of names of files; or fewer examples than one batch
-            are left after `keep`.
+            repeat it again), has batches, or is of names of files without `read`; a file is not
+            there, was cut (which TensorFlow may read as a shorter one) or is not expanded; or fewer
+            examples than one batch are left after `keep`.
 
     >>> train = train_pipeline(tf.data.Dataset.range(8), global_batch_size=4, replicas=2)
     >>> epochs = [[int(number) for batch in train for number in batch] for _ in range(2)]
@@ -88,15 +94,20 @@ def train_pipeline(
     """
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     fewest = global_batch_size if config.remainder == "drop" else 1
-    examples = _examples(source, config, keep, prepare, fewest)
+    source = source if read is None else file_names(source, read)
+    examples = _examples(source, config, read, keep, prepare, fewest)
     batches = checks.steps_per_epoch(steps_per_epoch, _count(examples.apply(batched)))
     buffer_size = min(config.shuffle_buffer, _count(examples))
     counter = EpochCounter(batches=batches)
-    fresh = augment and rewriting()(augment)
+    rewrite = rewriting()
+    fresh = augment and rewrite(augment)
+    stages = [each and rewrite(each) for each in (read, keep, prepare)]
+    files = _count(source) if read and buffer_size and not config.cache else 0
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
-        ordered = _shuffled(examples, buffer_size, seed)
+        again = _prepared(_shuffled(source, files, seed), *stages) if files else examples
+        ordered = _shuffled(again, buffer_size, seed)
         indexed = ordered.apply(batched).take(batches).skip(skipped).enumerate(skipped)
         if fresh is None:
             return indexed
@@ -115,9 +126,10 @@ def train_pipeline(
 
 
 def eval_pipeline(
-    source: tf.data.Dataset,
+    source: Any,
     config: PipelineConfig = PipelineConfig(),
     *,
+    read: Read | None = None,
     global_batch_size: int,
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
@@ -132,8 +144,9 @@ def eval_pipeline(
     replicas do not divide the first batch (TensorFlow), or any (JAX).
 
     Args:
-        source: A finite dataset of single examples.
+        source: A finite dataset of single examples; or names of files or a pattern, with `read`.
         config: Its `cache`; see `PipelineConfig`.
+        read: As `train_pipeline`, in the order of the files' names.
         global_batch_size: Examples in a batch, over all replicas.
         replicas: Replicas that a batch is split over evenly.
         keep: A predicate on an example; only examples for which it is true are kept.
@@ -154,7 +167,8 @@ def eval_pipeline(
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
     fewest = global_batch_size if remainder == "drop" else 1
-    examples = _examples(source, config, keep, prepare, fewest)
+    source = source if read is None else file_names(source, read)
+    examples = _examples(source, config, read, keep, prepare, fewest)
     return untuned(examples.apply(batched).prefetch(tf.data.AUTOTUNE))
 
 
@@ -204,11 +218,12 @@ def _is_repeated(stage: Stage) -> bool:
 def _examples(
     source: tf.data.Dataset,
     config: PipelineConfig,
+    read: Any,
     keep: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None,
     fewest: int,
 ) -> tf.data.Dataset:
-    """Filter, prepare and cache, then count; counting also fills the cache."""
+    """Read, filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
     end = Stage(source)
     if _is_infinite(end) or _is_repeated(end):
@@ -216,10 +231,8 @@ def _examples(
             "`source` repeats its examples, and `fit(epochs=N)` would repeat it again.",
             remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
         )
-    require_examples(source, prepared=prepare is not None)
-    examples = source if keep is None else source.filter(keep)
-    if prepare is not None:
-        examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    require_examples(source, prepared=bool(read or prepare))
+    examples = _prepared(source, read, keep, prepare)
     if config.cache:
         examples = examples.cache()
     count = _count(examples)
@@ -240,9 +253,24 @@ def _examples(
     return examples.apply(tf.data.experimental.assert_cardinality(count))
 
 
+def _prepared(
+    source: tf.data.Dataset,
+    read: Any,
+    keep: Callable[..., Any] | None,
+    prepare: Callable[..., Any] | None,
+) -> tf.data.Dataset:
+    examples = source if read is None else interleaved(source, read)
+    examples = examples if keep is None else examples.filter(keep)
+    if prepare is None:
+        return examples
+    return examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+
+
 def _count(dataset: tf.data.Dataset) -> int:
     """Return the number of elements, by an iteration where tf.data does not know it."""
     known = int(dataset.cardinality())
     if known != tf.data.UNKNOWN_CARDINALITY:
         return known
-    return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    # A function that is called for each element takes longer than to read a small one.
+    counts = dataset.window(64).map(lambda *parts: tf.nest.flatten(parts)[0].cardinality())
+    return int(counts.reduce(tf.constant(0, tf.int64), lambda total, count: total + count))

@@ -359,7 +359,7 @@ def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
         remedy = "Use `tf.data.Dataset.from_tensor_slices`."
     elif not prepared and _are_names_of_files(stage):
         problem = "its elements are names of files"
-        remedy = "Read them with `prepare`, or before with `tf.data.TFRecordDataset(files)`."
+        remedy = "Pass `read=tf.data.TFRecordDataset`, or what else reads one, or use `prepare`."
     else:
         return
     checks.fail(

@@ -1,0 +1,100 @@
+"""Examples of many files, in an order that depends only on the files' names."""
+
+import concurrent.futures
+import functools
+import gzip
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from kdpkit._internal import checks
+from kdpkit.pipelines._stages import Stage, paths
+
+Read: TypeAlias = Callable[[tf.Tensor], tf.data.Dataset]
+
+_AT_A_TIME = 16  # Files. By default tf.data takes as many as there are cores: another order.
+_IN_A_ROW = 16  # examples of a file
+_READERS = ("TFRecordDataset", "TextLineDataset", "CsvDataset")
+
+
+def interleaved(names: tf.data.Dataset, read: Read) -> tf.data.Dataset:
+    """Read files in parallel, and take some examples of each in turn."""
+    return names.interleave(
+        read,
+        cycle_length=_AT_A_TIME,
+        block_length=_IN_A_ROW,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+
+
+def file_names(source: Any, read: Read) -> tf.data.Dataset:
+    """Return the sorted names of files; raise for those that are not there or not complete."""
+    if isinstance(source, str | os.PathLike):
+        found = tf.io.gfile.glob(os.fspath(source))
+    else:
+        listed = source if isinstance(source, Iterable) else ()
+        listed = listed.as_numpy_iterator() if isinstance(listed, tf.data.Dataset) else listed
+        found = [*map(os.fsdecode, listed)]
+    names = sorted({*found})
+    if len(names) != len(found) or not names:
+        checks.fail(
+            "With `read`, `source` must have names of files, each once, or be a pattern that "
+            "matches some.",
+            source=source,
+            repeated=sorted({name for name in found if found.count(name) > 1})[:3],
+        )
+    has_records = any(
+        stage.kind == "TFRecordDataset" or stage.runs("TFRecordDataset.*")
+        for stage in _stages(read, names[0])
+    )
+    problem_of = functools.partial(_problem, read=read, has_records=has_records)
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for name, problem in zip(names, pool.map(problem_of, names), strict=True):
+            if problem:
+                checks.fail(f"A file of `source` {problem}.", file=name)
+    return tf.data.Dataset.from_tensor_slices(names)
+
+
+def _stages(read: Read, name: str) -> list[Stage]:
+    dataset = read(tf.constant(name))
+    if not isinstance(dataset, tf.data.Dataset):
+        checks.fail(
+            "`read` must return a tf.data.Dataset of the examples of a file.",
+            returned=type(dataset).__name__,
+            remedy="Pass `tf.data.TFRecordDataset`, or a function of a file's name.",
+        )
+    return [stage for stage, _ in paths(Stage(dataset))]
+
+
+def _is_compressed(read: Read, name: str) -> bool:
+    """Return whether a file is read as a compressed one, as far as is known."""
+    stages = (stage for stage in _stages(read, name) if stage.kind in _READERS)
+    return all(tf.strings.length(stage.argument("compression_type") or "") for stage in stages)
+
+
+def _problem(name: str, read: Read, *, has_records: bool) -> str:
+    """Return what is wrong with a file, which TensorFlow may read as a shorter one."""
+    try:
+        size = tf.io.gfile.stat(name).length
+        with (tf.io.gfile.GFile if "://" in name else open)(name, "rb") as file:
+            if file.read(2) == b"\x1f\x8b":
+                file.seek(0)
+                with gzip.GzipFile(fileobj=file) as content:
+                    while content.read(1 << 20):
+                        pass
+                return (
+                    "" if _is_compressed(read, name) else "is compressed; `read` has to expand it"
+                )
+            at = 0 if has_records else size
+            while at < size:  # A record's length has 8 bytes; 4 follow it, and 4 the record.
+                file.seek(at)
+                at += int.from_bytes(file.read(8), "little") + 16
+    except tf.errors.OpError as error:
+        return f"cannot be read: {checks.first_line(error)}"
+    except (EOFError, OSError, zlib.error) as error:
+        return f"was cut, or is damaged: {checks.first_line(error)}"
+    return "" if at == size else "was cut, or is damaged: its last record is not complete"
