@@ -99,6 +99,8 @@ def _fail(command: str, problem: str) -> NoReturn:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of printing the usage and exiting."""
+        if "invalid choice: 'lint'" in message:
+            message = "`lint` is part of `kdpkit doctor TARGET`; in Python `kdpkit.pipelines.lint`"
         _fail(self.prog, message)
 
 

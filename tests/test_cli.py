@@ -22,6 +22,7 @@ MISTAKES = [
     (["plan", "--memory", "16QB", "a.py:make"], "the bytes of a device. Received: memory='16QB'"),
     (["doctor"], "the following arguments are required: TARGET"),
     (["doctor", "a.py", "--epochs", "3"], "--epochs 3; those of a program come after `--`"),
+    (["lint", "train.py"], "`kdpkit doctor TARGET`; in Python `kdpkit.pipelines.lint`"),
     (["recipe"], "kdpkit recipe"),
     (["recipe", "copy"], "kdpkit recipe"),
 ]

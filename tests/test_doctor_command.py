@@ -118,7 +118,10 @@ def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(
     path.write_text(SLOW)
     assert cli.main(["doctor", "--measure", str(path), "--seconds", "0.4"]) == 1
     found = capfd.readouterr()
-    form = r"A step takes [\d.,]+ ms, of which \d+%\s+waits for input\.\n"
+    form = (
+        r"A step takes [\d.,]+ ms, of which (\d+%)\s+waits for input\.\n\nslow     input: train\n"
+    )
+    form += r"    \1 of a step waits for input\.\n    Remedy: (.+\n)+"
     assert re.fullmatch(form, found.out)
     assert "before the fit" in found.err
     assert "goes on after" not in found.err

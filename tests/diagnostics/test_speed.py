@@ -52,6 +52,7 @@ def test_slow_input_is_waited_for_and_the_step_takes_as_long():
     assert report.step_seconds > 0.2  # the first timed step may be noted late
     assert report.waiting_share > 0.5
     assert not report.clean
+    assert [finding.rule for finding in report.findings] == ["input"]
 
 
 class LongStep(keras.Sequential):
@@ -69,6 +70,7 @@ def test_a_long_step_on_arrays_in_memory_waits_for_nothing(monkeypatch):
     data = batches.ArrayBatches((X, Y), global_batch_size=256, seed=0)
     report = check_speed(data, model=model, seconds=0.2)
     assert report.clean, report
+    assert str(report).endswith("\n\nNothing found.")
     assert report.slowest_stage is None
 
 

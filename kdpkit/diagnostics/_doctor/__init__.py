@@ -33,8 +33,8 @@ slow. With --measure it trains for a moment, undoes that, and reports how long a
 step takes, how much of it waits for input, and the slowest stage of the
 pipeline.
 
-Exit code 0: nothing found, or only notes; with --measure, too, less than a
-fifth of a step waits for input. 1: findings. 2: the target cannot be checked."""
+Exit code 0: nothing found, or only notes. 1: findings; with --measure also that
+a fifth of a step or more waits for input. 2: the target cannot be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

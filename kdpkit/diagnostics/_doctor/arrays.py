@@ -38,7 +38,7 @@ def _of_labels(
     where: str, y: np.ndarray, output: tuple[int | None, ...], loss: Any
 ) -> Iterator[Finding]:
     """Yield labels that the loss of a model with one output does not take."""
-    kind = _kind_of(loss)
+    kind = kind_of(loss)
     most = {"sparsecategoricalcrossentropy": (output[-1] or math.inf) - 1, "binarycrossentropy": 1}
     if kind in most and y.dtype.kind in "iufb" and y.size:
         counted = y[y != getattr(loss, "ignore_class", None)]
@@ -50,8 +50,7 @@ def _of_labels(
             )
             remedy = "Count classes from 0, and give the last layer an output for each."
             yield Finding("labels", "wrong", where, problem, remedy)
-    is_of_keras = isinstance(loss, str) or loss.__module__.partition(".")[0] == "keras"
-    if not (is_of_keras and kind.startswith(_SAME_SHAPE)) or y.ndim != len(output):
+    if not (is_of_keras(loss) and kind.startswith(_SAME_SHAPE)) or y.ndim != len(output):
         return
     if any(size not in (None, other) for size, other in zip(output[1:], y.shape[1:], strict=True)):
         problem = (
@@ -107,7 +106,7 @@ def of_order(data: Any, examples: int, model: Any, *, shuffle: bool) -> Iterator
 def _classes_of(data: Any, model: Any) -> np.ndarray | None:
     """Return the class of each example; None where the loss of the model compares no classes."""
     y = keras.utils.unpack_x_y_sample_weight(data)[1]
-    kind = _kind_of(getattr(model, "loss", None))
+    kind = kind_of(getattr(model, "loss", None))
     if not kind.endswith("crossentropy") or not hasattr(y, "__array__"):
         return None
     y = np.asarray(y)
@@ -116,7 +115,12 @@ def _classes_of(data: Any, model: Any) -> np.ndarray | None:
     return y.ravel() if is_class else None
 
 
-def _kind_of(loss: Any) -> str:
+def is_of_keras(loss: Any) -> bool:
+    module = "" if hasattr(loss, "__wrapped__") else getattr(loss, "__module__", "")
+    return isinstance(loss, str) or module.partition(".")[0] == "keras"
+
+
+def kind_of(loss: Any) -> str:
     """Return the name of a loss, whether it is a text, a function or an object."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
     return name.replace("_", "").lower()

@@ -46,7 +46,7 @@ class Operation(NamedTuple):
 
 def traced(trainer: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
-    batch = _as_fit_passes_it(trainer, batch)
+    batch = as_fit_passes_it(trainer, batch)
     with versions.unbuilt_losses(training_step.model_of(trainer)):
         return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(trainer, batch)]
 
@@ -77,7 +77,7 @@ def _of_tensorflow(trainer: Any, batch: Any) -> Iterator[Operation]:
     return _of_graph(function.get_concrete_function(specs).graph)
 
 
-def _as_fit_passes_it(trainer: Any, batch: Any) -> Any:
+def as_fit_passes_it(trainer: Any, batch: Any) -> Any:
     """Prepare a batch as `fit` of KerasHub's models does, and cast arrays as Keras' does."""
     if training_step.is_loop(trainer):
         return batch

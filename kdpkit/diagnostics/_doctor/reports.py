@@ -63,6 +63,8 @@ def check_input(
     A `train_step` or `fit` of one's own, `run_eagerly` and batches that are not dense are left out:
 
     - `step`: it raises.
+    - `outputs`: those of the first examples are no probabilities, or no logits, which a
+      cross-entropy of Keras takes.
     - `attention`: all its scores are computed, where a GPU or TPU has a kernel that keeps none.
     - `logits`: those of a large vocabulary are all held.
     - `float32`, `small-batch`: products in float32 on a device that has bfloat16, and batches

@@ -9,7 +9,7 @@ import keras
 from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
 from kdpkit.batches._array_batches import num_examples
-from kdpkit.diagnostics._doctor import operations, training_step
+from kdpkit.diagnostics._doctor import operations, outputs, training_step
 from kdpkit.diagnostics._doctor.operations import Operation
 
 _LONG = 512  # positions, from which on attention that computes no scores is faster
@@ -76,7 +76,8 @@ def findings(trainer: Any, batch: Any) -> list[Finding]:
     try:
         if not training_step.model_of(trainer).built:
             training_step.build(trainer, batch)
-        return [*of_step(trainer, batch)]
+        is_loop = training_step.is_loop(trainer)
+        return [*(() if is_loop else outputs.findings(trainer, batch)), *of_step(trainer, batch)]
     except Exception as error:  # tracing runs the user's code, which may raise anything
         problem = f"The training fails: {checks.reason_of(error)}"
         return [Finding("step", "error", "train", problem, "Train one batch, and mend that first.")]

@@ -31,7 +31,8 @@ class SpeedReport:
         waiting_share: How much of it waits for input, from 0 to 1.
         slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
             if the dataset is no `tf.data.Dataset`, or no stage could be measured by itself.
-        findings: What makes the step itself slow, as in `check_input`.
+        findings: `input`, where a fifth of a step or more waits for it, and what makes the step
+            itself slow, as in `check_input`.
     """
 
     step_seconds: float
@@ -42,7 +43,7 @@ class SpeedReport:
     @property
     def clean(self) -> bool:
         """Whether less than a fifth of a step waits for input, and nothing makes it slow."""
-        return self.waiting_share < _LARGE and are_notes(self.findings)
+        return are_notes(self.findings)
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns."""
@@ -50,7 +51,9 @@ class SpeedReport:
         text += f"{self.waiting_share:.0%} waits for input."
         if self.slowest_stage:
             text += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
-        return "\n\n".join([wrapped(text), *map(str, self.findings)])
+        return "\n\n".join(
+            [wrapped(text), *(map(str, self.findings) if self.findings else ["Nothing found."])]
+        )
 
 
 def check_speed(
@@ -110,7 +113,15 @@ def check_speed(
         raise errors.InputError(
             f"The training fails, so it has no speed: {checks.reason_of(error)}"
         ) from error
-    return SpeedReport(real, max(0.0, 1 - ideal / real), stage, in_order(findings))
+    share = max(0.0, 1 - ideal / real)
+    if share >= _LARGE:
+        problem = f"{share:.0%} of a step waits for input."
+        remedy = (
+            "Cache what stays the same, and prepare batches in parallel (docs/how_to/speed.md); of "
+            "arrays train on larger batches, as Keras copies the examples of each."
+        )
+        findings.append(Finding("input", "slow", "train", problem, remedy))
+    return SpeedReport(real, share, stage, in_order(findings))
 
 
 def check_trainer(trainer: Any) -> None:

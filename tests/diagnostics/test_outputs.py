@@ -1,0 +1,176 @@
+"""Outputs that a cross-entropy does not take, as people write them, and their correct twins."""
+
+import keras
+import numpy as np
+import pytest
+
+from kdpkit.diagnostics import check_input
+
+layers, losses = keras.layers, keras.losses
+X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+CLASSES = np.arange(32) % 4
+ONE_HOT, TWO = np.eye(4, dtype="float32")[CLASSES], CLASSES % 2
+SPARSE, CATEGORICAL, BINARY = (
+    "sparse_categorical_crossentropy",
+    "categorical_crossentropy",
+    "binary_crossentropy",
+)
+LOGITS = {"from_logits": True}
+
+
+class Subclassed(keras.Model):
+    def __init__(self, *ends):
+        super().__init__()
+        self.ends = [*ends]
+
+    def call(self, x):
+        for end in self.ends:
+            x = end(x)
+        return x
+
+
+def sequential(*ends):
+    return keras.Sequential([keras.Input((8,)), *ends])
+
+
+def dense(units, activation=None):
+    return layers.Dense(units, activation=activation)
+
+
+def two_outputs(*ends):
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, [end(inputs) for end in ends])
+
+
+def user_loss(y, output):
+    return keras.losses.sparse_categorical_crossentropy(y, output)
+
+
+class UsersLoss(losses.SparseCategoricalCrossentropy):
+    pass
+
+
+# What is wrong: the model, its loss, and the labels.
+WRONG = {
+    "no softmax": lambda: (sequential(dense(4)), SPARSE, CLASSES),
+    "no softmax, one-hot": lambda: (sequential(dense(4)), CATEGORICAL, ONE_HOT),
+    "no softmax, a class": lambda: (
+        sequential(dense(4)),
+        losses.SparseCategoricalCrossentropy(),
+        CLASSES,
+    ),
+    "no softmax, a function": lambda: (
+        sequential(dense(4)),
+        losses.sparse_categorical_crossentropy,
+        CLASSES,
+    ),
+    "no softmax, subclassed": lambda: (Subclassed(dense(4)), SPARSE, CLASSES),
+    "no sigmoid": lambda: (sequential(dense(1)), BINARY, TWO),
+    "softmax and logits": lambda: (
+        sequential(dense(4, "softmax")),
+        losses.SparseCategoricalCrossentropy(**LOGITS),
+        CLASSES,
+    ),
+    "softmax layer and logits": lambda: (
+        Subclassed(dense(4), layers.Softmax()),
+        losses.CategoricalCrossentropy(**LOGITS),
+        ONE_HOT,
+    ),
+    "sigmoid and logits": lambda: (
+        sequential(dense(1, "sigmoid")),
+        losses.BinaryCrossentropy(**LOGITS),
+        TWO,
+    ),
+    "sigmoid of four classes": lambda: (sequential(dense(4, "sigmoid")), SPARSE, CLASSES),
+    "relu": lambda: (sequential(dense(4, "relu")), SPARSE, CLASSES),
+    "relu and logits": lambda: (
+        sequential(dense(4, "relu")),
+        losses.SparseCategoricalCrossentropy(**LOGITS),
+        CLASSES,
+    ),
+    "tanh": lambda: (sequential(dense(1, "tanh")), BINARY, TWO),
+    "softmax of one output": lambda: (sequential(dense(1, "softmax")), BINARY, TWO),
+    "softmax of one output, one class": lambda: (
+        sequential(dense(1, "softmax")),
+        SPARSE,
+        0 * CLASSES,
+    ),
+    "one of two outputs": lambda: (
+        two_outputs(dense(4, "softmax"), dense(1)),
+        [SPARSE, BINARY],
+        (CLASSES, TWO),
+    ),
+    "one for many classes": lambda: (sequential(dense(1, "sigmoid")), SPARSE, CLASSES),
+    "classes from 1": lambda: (sequential(dense(4, "softmax")), SPARSE, CLASSES + 1),
+    "one-hot for sparse": lambda: (sequential(dense(4, "softmax")), SPARSE, ONE_HOT),
+    "classes for one-hot": lambda: (sequential(dense(4, "softmax")), CATEGORICAL, CLASSES),
+}
+RIGHT = {
+    "softmax": lambda: (sequential(dense(4, "softmax")), SPARSE, CLASSES),
+    "softmax, one-hot": lambda: (sequential(dense(4, "softmax")), CATEGORICAL, ONE_HOT),
+    "softmax layer": lambda: (sequential(dense(4), layers.Softmax()), SPARSE, CLASSES),
+    "activation layer": lambda: (
+        sequential(dense(4), layers.Activation("softmax")),
+        losses.SparseCategoricalCrossentropy(),
+        CLASSES,
+    ),
+    "softmax, subclassed": lambda: (Subclassed(dense(4, "softmax")), SPARSE, CLASSES),
+    "in half precision": lambda: (
+        sequential(layers.Dense(4, activation="softmax", dtype="mixed_bfloat16")),
+        SPARSE,
+        CLASSES,
+    ),
+    "sigmoid": lambda: (sequential(dense(1, "sigmoid")), BINARY, TWO),
+    "sigmoid, several labels": lambda: (sequential(dense(4, "sigmoid")), BINARY, ONE_HOT),
+    "logits": lambda: (
+        sequential(dense(4)),
+        losses.SparseCategoricalCrossentropy(**LOGITS),
+        CLASSES,
+    ),
+    "logits, subclassed": lambda: (
+        Subclassed(dense(4)),
+        losses.CategoricalCrossentropy(**LOGITS),
+        ONE_HOT,
+    ),
+    "binary logits": lambda: (sequential(dense(1)), losses.BinaryCrossentropy(**LOGITS), TWO),
+    "logits that begin at zero": lambda: (
+        sequential(layers.Dense(1, kernel_initializer="zeros")),
+        losses.BinaryCrossentropy(**LOGITS),
+        TWO,
+    ),
+    "relu in a regression": lambda: (sequential(dense(1, "relu")), "mse", TWO),
+    "two outputs": lambda: (
+        two_outputs(dense(4, "softmax"), dense(1)),
+        [SPARSE, "mse"],
+        (CLASSES, TWO),
+    ),
+    "a loss of one's own": lambda: (sequential(dense(4)), user_loss, CLASSES),
+    "a class of one's own": lambda: (sequential(dense(4)), UsersLoss(), CLASSES),
+    "softmax by operations": lambda: (
+        sequential(
+            dense(4), layers.Lambda(lambda x: x / keras.ops.sum(x, -1, keepdims=True) * 0 + 0.25)
+        ),
+        SPARSE,
+        CLASSES,
+    ),
+}
+
+
+def report(case):
+    model, loss, y = case()
+    model.compile("sgd", loss)
+    return check_input((X, y), model=model)
+
+
+@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
+def test_what_the_loss_does_not_take_is_found(case):
+    found = report(case)
+    assert not found.clean
+    assert {finding.rule for finding in found.findings} <= {"outputs", "labels", "step"}
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
+def test_what_the_loss_takes_is_not(case):
+    found = report(case)
+    assert found.clean, found
