@@ -9,8 +9,7 @@ from keras.optimizers import Optimizer
 from kdpkit._internal import optimizers
 
 # An optimizer's settings as its program made it, and when they were last read.
-_seen: weakref.WeakKeyDictionary[Optimizer, tuple[dict[str, Any], dict[str, Any]]]
-_seen = weakref.WeakKeyDictionary()
+_seen: Any = weakref.WeakKeyDictionary()
 
 
 def of_program(optimizer: Optimizer, *, begins: bool = False) -> dict[str, Any]:
@@ -37,9 +36,8 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
         try:
             config |= part.get_config()
         except NotImplementedError:  # The user's schedule has no `get_config`.
-            values = vars(part)
-            config |= {name: value for name, value in values.items() if _is_plain(name, value)}
-            rate = values["_learning_rate"]
+            rate, values = vars(part)["_learning_rate"], vars(part).items()
+            config |= {x: value for x, value in values if x[0] != "_" and _is_plain(value)}
             config["learning_rate"] = {"class_name": type(rate).__name__, "config": vars(rate)}
     # A `MultiOptimizer` has no rate of its own.
     config["learning_rate"] = config.pop("optimizer_map", config["learning_rate"])
@@ -47,8 +45,8 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return {name: _shown(value) for name, value in config.items() if name not in hidden}
 
 
-def _is_plain(name: str, value: Any) -> bool:
-    return not name.startswith("_") and isinstance(value, bool | int | float | str | None)
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _shown(value: Any) -> Any:
@@ -57,4 +55,4 @@ def _shown(value: Any) -> Any:
         return float(f"{value:.7g}")
     if isinstance(value, dict) and "config" in value:
         value = f"{value['class_name']}({value['config']})"
-    return value if _is_plain("", value) else re.sub(r" at 0x\w+", "", str(value))
+    return value if _is_plain(value) else re.sub(r" at 0x\w+", "", str(value))
