@@ -6,6 +6,7 @@ a sum on one device if the replicas share a processor.
 """
 
 import re
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -27,6 +28,9 @@ __all__ = [
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
+
+# Strategies of several replicas that were made, until a model trains under one.
+_unused: "weakref.WeakSet[tf.distribute.Strategy]" = weakref.WeakSet()
 
 
 def select_strategy(
@@ -91,16 +95,20 @@ def select_strategy(
     if kind == "one":
         return tf.distribute.get_strategy()
     if kind == "mirrored":
-        return _mirrored(devices)
+        strategy = _mirrored(devices)
+        _unused.update([strategy] if strategy.num_replicas_in_sync > 1 else [])
+        return strategy
     if kind == "tpu":
         return tf.distribute.TPUStrategy(connect_tpu())
     if kind == "parameter_server":
         return _parameter_servers.connect()
     from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
 
-    return _multi_worker.start(
+    strategy = _multi_worker.start(
         communication=communication, start_timeout_seconds=start_timeout_seconds
     )
+    _unused.update([strategy] if strategy.num_replicas_in_sync > 1 else [])
+    return strategy
 
 
 def is_chief() -> bool:

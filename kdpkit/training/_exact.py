@@ -44,7 +44,8 @@ def replica_exact(
         undivided: Layers that the first device is to compute for all examples.
 
     Returns:
-        The same model. On TensorFlow nothing changes if it was built outside any strategy.
+        The same model. On TensorFlow one that was built outside any strategy trains as before; it
+        raises if `kdpkit.strategies` has made one of several replicas that no model uses yet.
 
     Raises:
         ValueError: `model` is not a Keras model, or its strategy is one that Keras' `fit` does not

@@ -1,11 +1,13 @@
 """What is checked before a model trains: the scope that it was made in, and its datasets."""
 
+import gc
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
+from kdpkit import strategies
 from kdpkit._internal import checks
 
 
@@ -30,6 +32,22 @@ def reject_scope(owner: str, strategy: Any, **received: Any) -> NoReturn:
         strategy=type(strategy).__name__,
         remedy="Make it inside `with strategy.scope():`, of this very strategy.",
     )
+
+
+def require_no_strategy(model: str) -> None:
+    """Raise where a model of no strategy trains in a scope, or before any under the kit's own."""
+    if tf.distribute.has_strategy():
+        reject_scope("model", tf.distribute.get_strategy(), model=model)
+    if strategies._unused:
+        gc.collect()  # A strategy has circular references.
+    for strategy in strategies._unused:
+        checks.fail(
+            "The model was made outside the strategy's scope, and would train on one device.",
+            model=model,
+            strategy=strategies.describe(strategy),
+            remedy="Make it inside `with strategy.scope():`; for one device leave out "
+            "`replica_exact`.",
+        )
 
 
 def reject_states_of_examples(model: keras.Model) -> None:

@@ -56,6 +56,15 @@ def attach(
         if strategy.num_replicas_in_sync > 1:
             _checks.reject_states_of_examples(model)
         _ExactSteps(model, strategy, policy, batch_norm=batch_norm).attach()
+    else:
+        for name in (f"make_{kind}_function" for kind in _KINDS):
+            setattr(model, name, functools.partial(_on_one_device, model, getattr(model, name)))
+
+
+def _on_one_device(model: keras.Model, make_function: Callable, force: bool = False) -> Any:
+    """Make a function of Keras', unless the model was meant for a strategy, which was forgotten."""
+    _checks.require_no_strategy(model.name)
+    return make_function(force=force)
 
 
 def _strategy_of(model: keras.Model) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from kdpkit import strategies
 from kdpkit._internal import processes
 from kdpkit.training.tensorflow._collectives import NUMBERS, Channel
 from kdpkit.training.tensorflow._keras_internals import in_xla_context
@@ -28,6 +29,8 @@ class Mesh:
         except RuntimeError:  # TensorFlow's default strategy, which is that of one device
             self.devices = ("",)
         self.num_parts = strategy.num_replicas_in_sync
+        if self.num_parts > 1:
+            strategies._unused.clear()
         self.num_processes = self.num_parts // len(self.devices)
         first = processes.index() * len(self.devices) if self.num_processes > 1 else 0
         self.local = range(first, first + len(self.devices))  # the parts of this process
