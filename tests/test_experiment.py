@@ -175,10 +175,11 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
 def test_each_epoch_is_one_line_where_the_output_is_no_terminal(capsys):
     results, _ = trained(["--per-replica-batch-size=4"])
     first, second, test = capsys.readouterr().out.splitlines()[-3:]
-    assert re.fullmatch(r"Epoch 1/2 - [\d.]+s - loss: [\d.]+ - learning_rate: 0.055 - .*", first)
+    assert re.fullmatch(r"Epoch 1/2 - [\d.]+s - loss: [\d.]+ - lr: 0.055 - .*", first)
     history = results["history"]
-    assert f" - loss: {history['loss'][1]:.4g} - learning_rate: " in second
-    assert " - examples_per_second: " in second
+    assert f" - loss: {history['loss'][1]:.4g} - lr: " in second
+    assert " - tokens/s: " in second
+    assert "examples" not in second, "one speed is enough"
     assert test == "Test - loss: 0.5 - worst: nan"
 
 

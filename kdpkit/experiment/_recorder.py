@@ -20,7 +20,9 @@ from kdpkit import callbacks, scaling
 from kdpkit._internal import atomic_files, processes
 from kdpkit.experiment import _strategy
 
-_ADDED = ("learning_rate", "examples_per_second", "tokens_per_second")  # by callbacks
+# What callbacks add, as the line of an epoch has it, in which one speed is enough.
+_SPEEDS = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
+_SHORT = {"learning_rate": "lr"} | _SPEEDS
 
 
 class Recorder(keras.callbacks.Callback):
@@ -103,7 +105,9 @@ class Recorder(keras.callbacks.Callback):
 
     def _print_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
         seconds = time.monotonic() - self._epoch_began
-        added = {name: logs[name] for name in _ADDED if name in logs}
+        speeds = [name for name in _SPEEDS if name in logs][:1]
+        shown = [name for name in ("learning_rate", *speeds) if name in logs]
+        added = {_SHORT[name]: logs[name] for name in shown}
         title = f"Epoch {epoch + 1}/{self.params['epochs']} - {seconds:.1f}s"
         print(_line(title, self._metrics | added), flush=True)
 
@@ -113,9 +117,7 @@ class Recorder(keras.callbacks.Callback):
             "test": test,
             # Epochs do equal work, so that the mean speed is the total work over the total time.
             **{
-                name: statistics.harmonic_mean(history[name])
-                for name in ("examples_per_second", "tokens_per_second")
-                if name in history
+                name: statistics.harmonic_mean(history[name]) for name in _SPEEDS if name in history
             },
             "replicas": self._strategy.num_replicas_in_sync,
             "strategy": _strategy.describe(self._strategy),
