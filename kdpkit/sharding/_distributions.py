@@ -160,10 +160,10 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
         """Return how Keras places a new variable: by `layout_map`, or by its shape and layer."""
-        layout = getattr(variable, "_layout", None) or self._layout_from_map(variable)
-        if layout is not None:
-            return layout
-        return self._layout_from_shape(*_layouts.layers_of(variable), variable)
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        found = self._layout_from_shape(*_layouts.layers_of(variable), variable)
+        return self._layout_from_map(variable) or found  # One for the next is found by all before.
 
     def _layout_from_map(self, variable: keras.Variable) -> keras.distribution.TensorLayout | None:
         layout = self._layout_map[variable.path]

@@ -11,6 +11,7 @@ second model of a process has other ones (keras-team/keras-hub#2806).
 """
 
 import difflib
+import itertools
 import math
 import re
 import warnings
@@ -25,7 +26,7 @@ from kdpkit._internal import check_results, checks, versions
 SMALL = 4096  # elements; there is no warning if a smaller variable stays complete
 
 _DENSE = keras.layers.Dense | keras.layers.EinsumDense
-_POSITIONS = re.compile(r"Position\w*(Embedding|Encoding)")  # Their tables are sliced.
+_POSITIONS = re.compile(r"(Position|Relative)\w*(Embedding|Encoding)")  # Tables are sliced.
 
 
 class Layouts:
@@ -34,6 +35,7 @@ class Layouts:
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self._width: int | None = None  # of the residual stream of the model being built
+        self._table_size = 0  # of the embedding before, until the next kernel
         # The shape of each layer's first matrix, and the axis along which it is sharded.
         self._first: Any = weakref.WeakKeyDictionary()
         # For each block the number of kernels whose input is the stream, as those of queries, keys
@@ -53,7 +55,7 @@ class Layouts:
         axis = self._axis_as_first(layer, shape)
         is_einsum_bias = layer in self._first and isinstance(layer, keras.layers.EinsumDense)
         if axis is None and not is_einsum_bias and not name.startswith("lora_"):
-            candidates = self._candidates(layer, name, shape, parent or layer)
+            candidates = self._candidates(layer, name, shape, parent or self)
             divisible = (axis for axis in candidates if shape[axis] % self._num_shards == 0)
             axis = next(divisible, None)
         self._first.setdefault(layer, (shape, axis))
@@ -87,32 +89,53 @@ class Layouts:
         self, layer: keras.layers.Layer, name: str, shape: tuple[int, ...], parent: Any
     ) -> Sequence[int]:
         """Return the axes that may be sharded, the best one first."""
+        if any(hasattr(each, "state_size") for each in (layer, parent)):
+            return ()  # The devices would exchange what a recurrent cell computes at every time.
         if isinstance(layer, keras.layers.Embedding):
             self._width = layer.output_dim
+            self._table_size = max(self._table_size, math.prod(shape))
             if layer.input_dim < layer.output_dim:  # An all-reduce would cost more than the lookup.
                 return ()
             return (1,) if name.startswith("reverse") else (0,)
         if _POSITIONS.search(type(layer).__name__):
             return ()
+        if self._leads_in(layer, shape, parent):
+            self._width = shape[1]
+            self._num_leaving[parent] = int(shape[0] == shape[1])  # or it may be for queries
+            return ()
+        num_leaving = self._num_leaving.get(parent, 0)
+        # A wide kernel computes queries, keys and values together.
+        num_with_this = num_leaving + (3 if math.prod(shape) >= 2 * shape[0] ** 2 else 1)
         if isinstance(layer, keras.layers.EinsumDense):
             contracted, produced = _axes_of_einsum(layer.equation)
             if len(produced) > 1 and len(contracted) == 1:  # from the stream to heads
                 self._width = shape[contracted[0]]
+                self._num_leaving[parent] = num_with_this
                 return produced[:1]  # A single head is never divided.
             if len(contracted) > 1 and len(produced) == 1:  # from heads to the stream
+                self._num_leaving[parent] = 0
                 return contracted[:1]
-        num_leaving = self._num_leaving.get(parent, 0)
         if len(shape) == 2 and shape[0] == shape[1] and self._width in (None, shape[0]):
-            # After three square kernels, for queries, keys and values, one leads back to the
-            # stream, as the output of attention.
+            # After the kernels of queries, keys and values, a square one leads back to the stream,
+            # as the output of attention. One to three more would be other inputs of attention.
             self._width = shape[0]
-            leads_back = num_leaving >= 3
+            leads_back = num_leaving >= 3 and _num_to_come(layer, parent, shape[0]) not in (1, 2, 3)
             self._num_leaving[parent] = 0 if leads_back else num_leaving + 1
             return (0, 1) if leads_back else (1, 0)
-        if shape[0] == self._width:
-            # A wide kernel computes queries, keys and values together.
-            self._num_leaving[parent] = num_leaving + (3 if shape[-1] >= 2 * shape[0] else 1)
+        if self._width in (shape[0], shape[-1]):
+            self._num_leaving[parent] = num_with_this if shape[0] == self._width else 0
         return self._axes_of_kernel(layer, shape)
+
+    def _leads_in(self, layer: Any, shape: tuple[int, ...], parent: Any) -> bool:
+        """Return whether a kernel leads from an embedding to a stream of another width.
+
+        It is outside of blocks, the first one after the table, and smaller. One that is three times
+        as wide may be for queries, keys and values.
+        """
+        table_size, self._table_size = self._table_size, 0
+        is_outside = parent is self or isinstance(parent, keras.Model)
+        is_first = isinstance(layer, keras.layers.Dense) and math.prod(shape) < table_size
+        return is_outside and is_first and shape[0] == self._width and shape[1] != 3 * shape[0]
 
     def _axes_of_kernel(self, layer: Any, shape: tuple[int, ...]) -> Sequence[int]:
         """Return the axes of a dense or convolutional kernel, or of a weight of any other layer."""
@@ -127,9 +150,26 @@ class Layouts:
             self._width = shape[-1]
         width_axes = [axis for axis in axes if shape[axis] == self._width]
         others = [axis for axis in axes if shape[axis] != self._width]
+        if len(kernel_size) == 1 and not others:
+            return axes  # A convolution over time leads back to the stream.
+        is_small = self._width is not None and math.prod(shape) < self._width**2
+        if is_small and not is_kernel and self._width not in shape[:-1]:
+            return ()  # Biases of heads, learned tokens: all of them are used at once.
         if not width_axes or not others:
             return [*reversed(axes)]
         return others if is_patches else others + width_axes
+
+
+def _num_to_come(layer: keras.layers.Layer, parent: Any, width: int) -> int:
+    """Return how many layers, in a row, lead to the stream and have no kernel yet in a block."""
+    to_come = (
+        other
+        for other in getattr(parent, "_layers", ())
+        if isinstance(other, keras.layers.Dense)
+        and other is not layer
+        and getattr(getattr(other, "kernel", None), "_value", None) is None
+    )
+    return sum(1 for _ in itertools.takewhile(lambda other: other.units == width, to_come))
 
 
 def _axes_of_einsum(equation: str) -> tuple[list[int], list[int]]:

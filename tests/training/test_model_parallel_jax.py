@@ -46,9 +46,22 @@ FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each
     "Mixtral": (GROUPED | {"num_experts": 4, "top_k": 2}, 13),
     "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 11),
     "Bart": (CLASSIC, 10),
+    # Their attention ends in a square matrix, or blocks share weights or relative positions.
+    "Falcon": (SIZES | {"num_attention_heads": 4, "intermediate_dim": 128}, 5),
+    "Bloom": (SIZES | {"num_heads": 4, "intermediate_dim": 128}, 5),
+    "GPTNeoX": (CLASSIC, 3),  # Attention and the feed-forward network end in one sum.
+    "DebertaV3": (CLASSIC | {"bucket_size": 8}, 5),
+    "Albert": (CLASSIC | {"embedding_dim": 16}, 5),
+    "Whisper": (
+        SIZES
+        | {"num_heads": 4, "intermediate_dim": 128, "num_mels": 8}
+        | {"max_encoder_sequence_length": 2 * LENGTH, "max_decoder_sequence_length": LENGTH},
+        12,  # 2 and 3 for each encoder and decoder layer, 1 for the convolutions
+    ),
 }
 
-REPEATING = ("Bert", "OPT", "Mistral", "Qwen3", "Gemma3", "Phi3", "Mixtral", "Bart")
+SQUARE = ("Falcon", "Bloom", "GPTNeoX", "DebertaV3", "Albert", "Whisper")
+REPEATING = ("Bert", "OPT", "Mistral", "Qwen3", "Gemma3", "Phi3", "Mixtral", "Bart", *SQUARE[1:])
 
 
 class LanguageModel(keras.Model):
@@ -66,10 +79,13 @@ class LanguageModel(keras.Model):
         inputs = {name: ops.ones_like(tokens) for name in names if "mask" in name}
         inputs |= {name: tokens for name in names if "token_ids" in name}
         inputs |= {name: ops.zeros_like(tokens) for name in names if "segment" in name}
+        if "encoder_features" in names:
+            inputs["encoder_features"] = ops.one_hot(ops.repeat(tokens % 8, 2, 1), 8)
         hidden = self.backbone(inputs, training=training)
         for name in ("decoder_sequence_output", "sequence_output"):
             hidden = hidden.get(name, hidden) if isinstance(hidden, dict) else hidden
-        return self.backbone.token_embedding(hidden, reverse=True)
+        table = self.backbone.token_embedding
+        return table(hidden[..., : table.output_dim], reverse=True)
 
 
 def vision():
@@ -101,6 +117,40 @@ def own_transformer():
         x = x + Attention()(layers.LayerNormalization()(x))
         inner = layers.Dense(4 * WIDTH, "gelu")(layers.LayerNormalization()(x))
         x = x + layers.Dropout(0.1, seed=3)(layers.Dense(WIDTH)(inner))
+    return keras.Model(inputs, layers.Dense(VOCABULARY)(x))
+
+
+class RelativeAttention(layers.Layer):
+    """Attention of Transformer-XL: keys and values of one kernel, and relative positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.two = layers.Dense(WIDTH), layers.Dense(2 * WIDTH)
+        self.positions, self.out = layers.Dense(WIDTH), layers.Dense(WIDTH)
+        self.of_content = self.add_weight(shape=(4, WIDTH // 4), name="of_content")
+        self.of_position = self.add_weight(shape=(4, WIDTH // 4), name="of_position")
+
+    def call(self, x):
+        distances = np.outer(np.arange(LENGTH), 0.7 ** np.arange(WIDTH))[None]
+        keys, values = ops.split(self.two(x), 2, axis=-1)
+        positions = self.positions(np.sin(distances).astype("float32"))
+        parts = (self.queries(x), keys, values, positions)
+        queries, keys, values, positions = (
+            ops.reshape(part, (-1, LENGTH, 4, WIDTH // 4)) for part in parts
+        )
+        scores = ops.einsum("bihd,bjhd->bhij", queries + self.of_content, keys)
+        scores += ops.einsum("bihd,jhd->bhij", queries + self.of_position, positions[0])
+        mixed = ops.einsum("bhij,bjhd->bihd", ops.softmax(scores / 3.0), values)
+        return self.out(ops.reshape(mixed, (-1, LENGTH, WIDTH)))
+
+
+def transformer_xl():
+    x = inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(x)
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + RelativeAttention()(x))
+        inner = layers.Dense(4 * WIDTH, "relu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(WIDTH)(inner))
     return keras.Model(inputs, layers.Dense(VOCABULARY)(x))
 
 
@@ -147,7 +197,10 @@ def in_groups():
 
 
 IMAGES_OF = vision, convolutional, in_groups
-BUILDERS = {b.__name__: b for b in (*IMAGES_OF, own_transformer, recurrent)}
+BUILDERS = {b.__name__: b for b in (*IMAGES_OF, own_transformer, transformer_xl, recurrent)}
+# The most collectives in a forward pass. A kernel of queries, keys and values, or two of them, is
+# not sharded where they begin: one all-gather or two permutations in each block.
+OWN_COLLECTIVES = {"own_transformer": 7, "transformer_xl": 9, "recurrent": 1}
 BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
 
 
@@ -218,7 +271,7 @@ def collectives(model, x, distribution):
     "family",
     [
         "Llama3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma", "GPT2", "T5")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma", "GPT2", "T5", "Falcon")),
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REPEATING),
     ],
 )
@@ -239,13 +292,21 @@ def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("own_transformer", "convolutional")
         ),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vision", "recurrent")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("vision", "recurrent", "transformer_xl")
+        ),
     ],
 )
 def test_a_model_of_ones_own_trains_as_on_one_device(name):
-    model, _ = trained(name, sharding.ModelParallel(4, model=2))
+    distribution = sharding.ModelParallel(4, model=2)
+    model, _ = trained(name, distribution)
     assert_trained_as_one(model, name)
-    assert share_on_a_device(model) <= (0.6 if name in ("vision", "convolutional") else 0.56)
+    if name != "recurrent":  # A recurrent layer stays complete.
+        assert share_on_a_device(model) <= (0.6 if name in ("vision", "convolutional") else 0.56)
+    if name in OWN_COLLECTIVES:
+        found = collectives(model, data_of(name)[0][:8], distribution)
+        assert sum(found.values()) <= OWN_COLLECTIVES[name]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +452,43 @@ def test_layouts_are_megatrons():
     specs = [tuple(v.value.sharding.spec) for v in model.weights if len(v.shape) > 1]
     to, back = (None, "model"), ("model",)
     assert [spec[: 1 + spec.index("model")] for spec in specs] == [back, *[to, back] * 4, to]
+
+
+@pytest.mark.parametrize(
+    ("widths", "leading_back"),
+    [
+        ("hhhh", [3]),  # queries, keys, values, output
+        ("hhhhh", [4]),  # and a gate, or relative positions
+        ("h2hhh", [3]),  # one kernel of keys and values, relative positions, output
+        ("3hh", [1]),  # one kernel of all three, output
+        ("hhhhhhhh", [3, 7]),  # attention, and over an encoder's output
+        ("hhhhf", [3]),  # and a feed-forward network
+        ("sh", [1]),  # one kernel of all three by heads, output
+    ],
+)
+def test_a_square_kernel_leads_back_if_it_is_the_last_of_attention(widths, leading_back):
+    kinds = re.findall(r"[23]?[hfs]", widths)
+    sizes = {"h": WIDTH, "2h": 2 * WIDTH, "3h": 3 * WIDTH, "f": 4 * WIDTH}
+
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.all = [
+                layers.EinsumDense("abc,cde->abde", (None, 4, 3 * WIDTH // 4))
+                if kind == "s"
+                else layers.Dense(sizes[kind])
+                for kind in kinds
+            ]
+
+        def call(self, x):
+            return x + sum(ops.mean(each(x)) for each in self.all)
+
+    with sharding.ModelParallel(4, model=2).scope():
+        x = inputs = keras.Input((LENGTH,), dtype="int32")
+        block = Block()
+        keras.Model(inputs, block(layers.Embedding(VOCABULARY, WIDTH)(x)))
+    specs = [tuple(each.kernel.value.sharding.spec) for each in block.all]
+    assert [i for i, spec in enumerate(specs) if spec[0] == "model"] == leading_back
 
 
 def test_what_lora_adds_is_shared_as_its_layers_kernel_is():
