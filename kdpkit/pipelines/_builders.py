@@ -11,7 +11,7 @@ from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
 from kdpkit.pipelines._files import Read, file_names, interleaved
 from kdpkit.pipelines._padding import Transform, padded
-from kdpkit.pipelines._stages import Stage, paths, require_dataset, require_examples
+from kdpkit.pipelines._stages import require_dataset, require_examples
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -196,25 +196,6 @@ def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: st
     return batched
 
 
-def _is_infinite(end: Stage) -> bool:
-    """Return whether a pipeline never ends; of unknown length if a stage never does, uncut."""
-    if end.cardinality is not None:
-        return bool(end.cardinality == tf.data.INFINITE_CARDINALITY)
-    return any(
-        stage.cardinality == tf.data.INFINITE_CARDINALITY and "take" not in {s.kind for s in after}
-        for stage, after in paths(end)
-    )
-
-
-def _is_repeated(stage: Stage) -> bool:
-    """Return whether all examples come several times, and not only some, as of a rare class."""
-    while len(stage.inputs) == 1 and stage.kind not in ("take", "flat_map", "interleave"):
-        if stage.kind == "repeat" and stage.setting("count") != 1:
-            return True
-        (stage,) = stage.inputs
-    return False
-
-
 def _examples(
     source: tf.data.Dataset,
     config: PipelineConfig,
@@ -225,13 +206,7 @@ def _examples(
 ) -> tf.data.Dataset:
     """Read, filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
-    end = Stage(source)
-    if _is_infinite(end) or _is_repeated(end):
-        checks.fail(
-            "`source` repeats its examples, and `fit(epochs=N)` would repeat it again.",
-            remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
-        )
-    require_examples(source, prepared=bool(read or prepare))
+    require_examples(source, name="source", prepared=bool(read or prepare))
     examples = _prepared(source, read, keep, prepare)
     if config.cache:
         examples = examples.cache()

@@ -45,8 +45,8 @@ def lint(
 ) -> list[Finding]:
     """Find mistakes in a pipeline by reading its stages.
 
-    Functions are traced once more, to see what Python draws in them; and where little is shuffled,
-    labels are read for a second, unless that changes something for a later reader.
+    Nothing is called; but where little is shuffled, labels are read for a second, unless that
+    changes something for a later reader.
 
     Each finding has a level: `"error"` raises in `fit`, `"wrong"` trains something other than what
     was meant, `"slow"` wastes time, and `"note"` may be as you want it. A pipeline that has only
@@ -332,7 +332,9 @@ def _shuffle_before_window(pipeline: _Pipeline) -> _Faults:
         is_batched = following and following.kind in _COPYING and not makes_batches(window)
         if (window.kind == "window" or is_batched) and shuffle and shuffle.kind == "shuffle":
             problem = f"`{shuffle.label}` before it mixes what is consecutive in a window."
-            yield "note" if is_batched else "wrong", window, problem, remedy
+            # Windows that overlap are of a sequence; others may be groups of any examples.
+            overlaps = (window.setting("shift") or np.inf) < (window.setting("size") or 0)
+            yield "wrong" if overlaps else "note", window, problem, remedy
 
 
 @_rule("shuffle-before-shard")

@@ -8,26 +8,25 @@ empty set, and no rule draws conclusions from them.
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import itertools
 import os
-import pickle
 import random
 import re
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.data.ops import structured_function
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
-from kdpkit.pipelines._epochs import TrainDataset
+from kdpkit.pipelines._epochs import TrainDataset, as_written
 
 # Names of operations, as regular expressions: what `Function.runs` takes.
 PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
@@ -52,14 +51,13 @@ _KINDS = {
 # These change neither the elements nor the work.
 _TRANSPARENT = frozenset({"options", "assert_cardinality", "restructured", "dense_to_ragged"})
 # These pass their elements on as they are; those of `_UNCHANGED` keep nothing for a later reader.
-_UNCHANGED = frozenset({"filter", "ignore_errors", "prefetch", "shard", "skip", "take"})
-_PASSING = _UNCHANGED | {"cache", "repeat", "shuffle", "take_while"}
+_UNCHANGED = frozenset({"ignore_errors", "prefetch", "shard", "skip", "take"})
+_PASSING = _UNCHANGED | {"cache", "filter", "repeat", "shuffle", "take_while"}
 _SOURCES = frozenset(
     {"CsvDataset", "FixedLengthRecordDataset", "TextLineDataset", "TFRecordDataset"}
     | {"concatenate", "flat_map", "from_tensor_slices", "interleave", "map", "range", "zip"}
 )
-_READ_AT_ONCE = 32
-_FEW = 32  # labels, too few to tell their order
+_FEW, _MANY = 32, 1_000_000  # labels: too few to tell their order, and enough
 _BATCHING = ("batch", "padded_batch", "rebatch")
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
@@ -68,6 +66,8 @@ _NAMED_BY = {
     **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
     **dict.fromkeys(("repeat", "take", "skip"), "count"),
 }
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_FRAMEWORKS = ("keras", "numpy", "tensorflow")
 _LIBRARIES = ("kdpkit", "keras", "tensorflow", "datasets", "tensorflow_datasets")
 
 
@@ -188,7 +188,7 @@ class Stage:
         """Return an argument as a Python value; None if unknown."""
         value = self.argument(name)
         value = tf.get_static_value(value) if tf.is_tensor(value) else value
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, (bool, str, bytes)):
             return value
         return value.item() if hasattr(value, "item") and value.size == 1 else None
 
@@ -206,7 +206,9 @@ class Stage:
     @property
     def draws_while_traced(self) -> bool:
         """Whether it draws numbers of Python or NumPy, which its graph then has as constants."""
-        return not self.calls_python and any(map(_differs_if_traced, self.dataset._functions()))
+        return not self.calls_python and any(
+            _draws_in_python(f.call, set()) for f in self.functions
+        )
 
     @property
     def is_readable(self) -> bool:
@@ -323,15 +325,13 @@ def label_run(end: Stage) -> int:
     is_class = isinstance(label, tf.TensorSpec) and label.dtype != tf.string
     if not is_class or not all(stage.is_readable for stage, _ in paths(end)):
         return 0
-    pairs = end.dataset.map(lambda *parts: parts[1])
+    pairs = end.dataset.map(as_written(lambda *parts: parts[1]))
     labels = end.inputs[1].dataset if end.kind == "zip" else pairs  # without the features
-    stop = time.monotonic() + 1
-    read: list[Any] = []
+    stop = tf.timestamp() + 1
+    in_time = labels.take_while(as_written(lambda _: tf.timestamp() < stop)).batch(_MANY)
+    classes = np.array([])
     with contextlib.suppress(tf.errors.OpError):  # training raises them too
-        batches = untuned(labels.batch(_READ_AT_ONCE)).as_numpy_iterator()
-        for batch in itertools.takewhile(lambda _: time.monotonic() < stop, batches):
-            read.extend(batch)
-    classes = np.array(read)
+        classes = next(untuned(in_time).as_numpy_iterator(), classes)
     if classes.ndim == 2 and np.all(np.sum(classes, 1) == 1):  # one-hot
         classes = np.argmax(classes, 1)
     if len(classes) < _FEW or classes.size > len(classes) or np.any(classes % 1):
@@ -342,12 +342,18 @@ def label_run(end: Stage) -> int:
     return round(len(classes) / (changes + 1)) if changes < expected / 4 else 0
 
 
-def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
-    """Raise where the elements of a source are certainly no single examples.
+def require_examples(source: tf.data.Dataset, *, name: str, prepared: bool) -> None:
+    """Raise where a source repeats, or its elements are certainly no single examples.
 
     They need not be if they are `prepared` by a function, which may get the names of files.
     """
-    stage = maker(Stage(source))
+    end = Stage(source)
+    if _is_infinite(end) or _is_repeated(end):
+        checks.fail(
+            f"`{name}` repeats its examples, and `fit(epochs=N)` would repeat it again.",
+            remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
+        )
+    stage = maker(end)
     if makes_batches(stage):
         problem = f"`{stage.label}` makes batches"
         remedy = (
@@ -363,10 +369,29 @@ def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
     else:
         return
     checks.fail(
-        f"`source` must have single examples, and {problem}.",
-        source=source.element_spec,
+        f"`{name}` must have single examples, and {problem}.",
+        elements=source.element_spec,
         remedy=remedy,
     )
+
+
+def _is_infinite(end: Stage) -> bool:
+    """Return whether a pipeline never ends; of unknown length if a stage never does, uncut."""
+    if end.cardinality is not None:
+        return bool(end.cardinality == tf.data.INFINITE_CARDINALITY)
+    return any(
+        stage.cardinality == tf.data.INFINITE_CARDINALITY and "take" not in {s.kind for s in after}
+        for stage, after in paths(end)
+    )
+
+
+def _is_repeated(stage: Stage) -> bool:
+    """Return whether all examples come several times, and not only some, as of a rare class."""
+    while len(stage.inputs) == 1 and stage.kind not in ("take", "flat_map", "interleave"):
+        if stage.kind == "repeat" and stage.setting("count") != 1:
+            return True
+        (stage,) = stage.inputs
+    return False
 
 
 def have_one_length(dataset: tf.data.Dataset) -> bool:
@@ -406,30 +431,62 @@ def _function(wrapper: Any) -> Function:
     )
 
 
-def _differs_if_traced(wrapper: Any) -> bool:
-    """Return whether tracing a function again draws numbers in Python, or makes other constants.
+def _draws_in_python(call: Any, read: set[Any]) -> bool:
+    """Return whether a function, or one that it calls, uses random numbers of Python or NumPy.
 
-    The generators of Python and NumPy are left as they were.
+    Its code is read. To call it once more might raise, take long, or change what it uses.
     """
-    states = random.getstate(), np.random.get_state()
-    call = getattr(wrapper._func, "python_function", wrapper._func)  # of a `tf.function`
-    again = structured_function.StructuredFunctionWrapper(
-        call, "lint", input_structure=wrapper._input_structure
-    )
-    draws = pickle.dumps(states) != pickle.dumps((random.getstate(), np.random.get_state()))
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    return draws or _constants(again) != _constants(wrapper)
+    if not callable(call):
+        return False
+    call = inspect.unwrap(getattr(call, "python_function", call))  # of a `tf.function`
+    call = call.func if isinstance(call, functools.partial) else call
+    call = call if inspect.isroutine(call) else call.__call__
+    owner, function = getattr(call, "__self__", None), getattr(call, "__func__", call)
+    if isinstance(owner, _GENERATORS):
+        return True
+    library = str(getattr(function, "__module__", "")).partition(".")[0]
+    if not inspect.isfunction(function) or function in read or library in _FRAMEWORKS:
+        return False
+    read.add(function)
+    used = _known_values(function, owner)
+    return any(isinstance(value, _GENERATORS) or _draws_in_python(value, read) for value in used)
+
+
+def _known_values(function: Any, owner: Any) -> Iterator[Any]:
+    """Yield what the code of a function names: variables from outside, and their attributes."""
+    codes = [function.__code__]
+    for code in codes:  # and of the functions inside it
+        codes += filter(inspect.iscode, code.co_consts)
+    names = function.__globals__ | dict.fromkeys(codes[0].co_varnames)
+    for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            names[name] = cell.cell_contents
+    if owner is not None:
+        names[codes[0].co_varnames[0]] = owner
+    value: Any = None
+    for step in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
+        operation, _, what = step.opname.partition("_")
+        if operation == "STORE" and what in ("FAST", "DEREF"):
+            names[step.argval] = value
+        elif step.opname == "IMPORT_NAME":
+            value = sys.modules.get(step.argval)
+        elif what in ("ATTR", "METHOD", "FROM"):
+            value = _attribute(value, step.argval)
+        else:
+            value = names.get(step.argval) if operation == "LOAD" and what != "CONST" else None
+        yield value
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute or a method; None for what would have to be computed."""
+    stored = inspect.getattr_static(value, name, None)
+    is_computed = hasattr(stored, "__get__") and not inspect.isroutine(stored)
+    return None if stored is None or is_computed else getattr(value, name)
 
 
 def _bodies(wrapper: Any) -> list[Any]:
     graph = wrapper.function.graph.as_graph_def()
     return [graph.node, *(function.node_def for function in graph.library.function)]
-
-
-def _constants(wrapper: Any) -> list[bytes]:
-    nodes = itertools.chain.from_iterable(_bodies(wrapper))
-    return sorted(n.attr["value"].tensor.SerializeToString() for n in nodes if n.op == "Const")
 
 
 def _has_unseeded_order(nodes: Any) -> bool:

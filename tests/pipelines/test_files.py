@@ -164,9 +164,29 @@ def test_a_compressed_file_that_was_cut_is_named(tmp_path, records):
         (3, of_name, "names of files.*source=3"),
         ("nothing-*", of_name, "matches.*nothing-"),
         ([__file__, __file__], of_name, "each once.*repeated=.*test_files"),
+        ([1, 2], of_name, "names of files.*source=\\[1, 2\\]"),
         ([__file__], lambda name: name, "`read` must return a tf.data.Dataset"),
+        ([__file__], lambda name: tf.data.TextLineDataset(name).batch(7), "`read` must.*batch.7."),
+        ([__file__], lambda name: tf.data.TextLineDataset(name).repeat(), "`read` repeats"),
     ],
 )
 def test_bad_files_get_one_sentence(build, source, read, sentence):
     with pytest.raises(ValueError, match=sentence):
         build(source, read=read, global_batch_size=4)
+
+
+def test_names_may_have_brackets_and_any_type(tmp_path):
+    file = tmp_path / "a[1] b*.rec"
+    write(file, range(6))
+    name = str(file)
+    for source in (file, name, name.encode(), [file], np.array([name]), tf.constant([name])):
+        batches = eval_pipeline(source, read=tf.data.TFRecordDataset, global_batch_size=4)
+        assert len(batches) == 2
+
+
+def test_a_compression_that_is_not_gzip_is_not_taken_for_damage(tmp_path):
+    write(tmp_path / "a", range(6), "ZLIB")
+    batches = eval_pipeline(
+        tmp_path / "a", read=lambda name: tf.data.TFRecordDataset(name, "ZLIB"), global_batch_size=4
+    )
+    assert len(batches) == 2

@@ -1,5 +1,6 @@
 """Each rule finds the fault that was planted for it, and nothing in correct pipelines."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -366,6 +367,61 @@ def test_looking_leaves_everything_as_it_was(tmp_path):
         np.testing.assert_array_equal(element[0], other[0])
     assert not [*tmp_path.iterdir()]
     assert train.epoch_counter.position() == (0, 0)
+
+
+class Once:
+    """A function that cannot be called again."""
+
+    def __init__(self):
+        self.noise = [0.5]
+
+    def __call__(self, x, y):
+        return x * self.noise.pop(), y
+
+
+def test_users_functions_are_not_called_again():
+    rng, scale = np.random.default_rng(3), {"x": 2.0}
+    drawn = mixed().map(lambda x, y: (x + rng.normal(), y), AUTOTUNE).batch(40)
+    state = rng.bit_generator.state
+    assert found(drawn) == {("constant-random", "wrong")}
+    assert rng.bit_generator.state == state
+    changed = mixed().map(Once(), AUTOTUNE).map(lambda x, y: (x * scale["x"], y), AUTOTUNE)
+    scale["x"] = 3.0
+    assert found(changed.batch(40)) == set()
+
+
+def test_random_numbers_are_found_however_they_are_named():
+    def imported(x, y):
+        import random as chance
+
+        return x * chance.random(), y
+
+    def inside(x, y):
+        return tf.cond(y > 0, lambda: x * np.random.uniform(), lambda: x), y
+
+    draws = np.random.RandomState(1)
+    partial = functools.partial(lambda low, x, y: (x + draws.uniform(low), y), 0.5)
+    for function in (imported, inside, partial, tf.function(inside)):
+        assert found(mixed().map(function, AUTOTUNE).batch(40)) == {("constant-random", "wrong")}
+
+    def stateless(x, random):  # a name like that of a module
+        return x + tf.random.stateless_uniform([8], [1, 2]), random
+
+    assert found(mixed().map(stateless, AUTOTUNE).batch(40)) == set()
+
+
+def test_labels_are_not_waited_for():
+    never = numbers().repeat().filter(lambda n: n < 0).map(lambda n: (n, n), AUTOTUNE)
+    lint(never.batch(8))
+    many = numbers(10**12).map(lambda n: (n, n // 10**12), AUTOTUNE)
+    lint(many.batch(8))
+
+
+@pytest.mark.parametrize(("shift", "level"), [(1, "wrong"), (None, "note")])
+def test_groups_of_examples_may_be_shuffled_before_and_sequences_not(shift, level):
+    windows = numbers().shuffle(200).window(5, shift, drop_remainder=True)
+    grouped = windows.flat_map(lambda window: window.batch(5)).batch(8, drop_remainder=True)
+    assert ("shuffle-before-window", level) in found(grouped)
 
 
 def test_labels_that_cannot_be_read_are_not_known():
