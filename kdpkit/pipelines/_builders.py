@@ -1,6 +1,6 @@
 """Complete input pipelines, with the stages in the right order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def train_pipeline(
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     fewest = global_batch_size if config.remainder == "drop" else 1
     source = source if read is None else file_names(source, read)
-    examples = _examples(source, config, read, keep, prepare, fewest)
+    examples = _examples(source, config, (read, keep, prepare), fewest)
     batches = checks.steps_per_epoch(steps_per_epoch, _count(examples.apply(batched)))
     buffer_size = min(config.shuffle_buffer, _count(examples))
     counter = EpochCounter(batches=batches)
@@ -168,7 +168,7 @@ def eval_pipeline(
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
     fewest = global_batch_size if remainder == "drop" else 1
     source = source if read is None else file_names(source, read)
-    examples = _examples(source, config, read, keep, prepare, fewest)
+    examples = _examples(source, config, (read, keep, prepare), fewest)
     return untuned(examples.apply(batched).prefetch(tf.data.AUTOTUNE))
 
 
@@ -197,43 +197,27 @@ def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: st
 
 
 def _examples(
-    source: tf.data.Dataset,
-    config: PipelineConfig,
-    read: Any,
-    keep: Callable[..., Any] | None,
-    prepare: Callable[..., Any] | None,
-    fewest: int,
+    source: tf.data.Dataset, config: PipelineConfig, functions: Sequence[Any], fewest: int
 ) -> tf.data.Dataset:
     """Read, filter, prepare and cache, then count; counting also fills the cache."""
+    read, _, prepare = functions
     require_dataset("source", source)
     require_examples(source, name="source", prepared=bool(read or prepare))
-    examples = _prepared(source, read, keep, prepare)
+    examples = _prepared(source, *functions)
     if config.cache:
         examples = examples.cache()
     count = _count(examples)
-    if count == 0:
-        checks.fail(
-            "No example is left to train or evaluate on: the source is empty, or `keep` is false "
-            "for every example.",
-            source=source.element_spec,
-            remedy="Check the data, or loosen `keep`.",
-        )
     if count < fewest:
         checks.fail(
-            "The dataset has too few examples for one full batch.",
+            "`source` has too few examples for one batch, after `keep`.",
             examples=count,
-            global_batch_size=fewest,
-            remedy="Use a smaller batch, or keep the smaller last one.",
+            fewest=fewest,
+            remedy="Check the data, loosen `keep`, or use smaller batches, or a smaller last one.",
         )
     return examples.apply(tf.data.experimental.assert_cardinality(count))
 
 
-def _prepared(
-    source: tf.data.Dataset,
-    read: Any,
-    keep: Callable[..., Any] | None,
-    prepare: Callable[..., Any] | None,
-) -> tf.data.Dataset:
+def _prepared(source: tf.data.Dataset, read: Any, keep: Any, prepare: Any) -> tf.data.Dataset:
     examples = source if read is None else interleaved(source, read)
     examples = examples if keep is None else examples.filter(keep)
     if prepare is None:

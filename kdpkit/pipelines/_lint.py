@@ -83,27 +83,21 @@ def lint(
     >>> for finding in lint(images):
     ...     print(finding)
     wrong    shuffle-before-cache: cache, stage 3 of 5
-        The cache keeps the order that `shuffle(1000)` drew in the first epoch, so
-        every epoch has the same.
-        Remedy: Move `shuffle` after it: `.cache(...).shuffle(...)`.
+        It keeps the order that `shuffle(1000)` drew first: all epochs have that.
+        Remedy: Move `shuffle` after it: `.cache().shuffle(...)`.
     """
     require_dataset("dataset", dataset)
     end = Stage(dataset)
-    pipeline = _Pipeline(
-        dataset,
-        line(end),
-        tuple(paths(end)),
-        replicas=checks.integer("replicas", replicas),
-        epochs=None if epochs is None else checks.integer("epochs", epochs),
-        steps=None
-        if steps_per_epoch is None
-        else checks.integer("steps_per_epoch", steps_per_epoch),
-    )
-    rules = {**_RULES, **_TRAINING_RULES} if training else _RULES
+    checks.integer("replicas", replicas)
+    for name, count in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
+        if count is not None:
+            checks.integer(name, count)
+    pipeline = _Pipeline(dataset, line(end), tuple(paths(end)), replicas, epochs, steps_per_epoch)
     findings = (
         Finding(name, level, pipeline.where(stage), problem, remedy)
-        for name, rule in rules.items()
-        for level, stage, problem, remedy in rule(pipeline)
+        for name, remedy, only_training, rule in _RULES
+        if training or not only_training
+        for level, stage, problem in rule(pipeline)
     )
     return [*check_results.in_order(findings)]
 
@@ -152,15 +146,13 @@ class _Pipeline:
         return self.line[self.line.index(stage) + 1 :]
 
 
-_Faults: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
+_Faults: TypeAlias = Iterator[tuple[str, Stage, str]]  # level, stage, problem
 _Rule: TypeAlias = Callable[[_Pipeline], _Faults]
-_RULES: dict[str, _Rule] = {}
-_TRAINING_RULES: dict[str, _Rule] = {}
+_RULES: list[tuple[str, str, bool, _Rule]] = []  # name, remedy, whether only for training
 
 
-def _rule(name: str, *, training: bool = False) -> Callable[[_Rule], _Rule]:
-    """Keep a rule under its name, among those for training only or among those for all data."""
-    return lambda rule: (_TRAINING_RULES if training else _RULES).setdefault(name, rule)
+def _rule(name: str, remedy: str, *, training: bool = False) -> Callable[[_Rule], None]:
+    return lambda rule: _RULES.append((name, remedy, training, rule))
 
 
 def _inside(stage: Stage) -> Iterator[Stage]:
@@ -177,7 +169,7 @@ def _first(stages: Iterable[Stage], *kinds: str) -> Stage | None:
 # What a batch has.
 
 
-@_rule("batched-twice")
+@_rule("batched-twice", "Leave out one of the two, or put `.unbatch()` between them.")
 def _batched_twice(pipeline: _Pipeline) -> _Faults:
     for batch, _ in pipeline.of(*_COPYING):
         inner = maker(batch.inputs[0])
@@ -185,52 +177,43 @@ def _batched_twice(pipeline: _Pipeline) -> _Faults:
             # Complete windows of labelled steps, and sentences of texts, are batched twice.
             may_be_meant = batch.kind != "batch" or inner.setting("drop_remainder") is True
             problem = f"Its elements are batches already, of `{inner.label}`."
-            remedy = "Leave out one of the two, or put `.unbatch()` between them."
-            yield "note" if may_be_meant else "wrong", batch, problem, remedy
+            yield "note" if may_be_meant else "wrong", batch, problem
         elif inner.kind == "from_tensors" and have_one_length(inner.dataset):
-            problem = "`from_tensors` makes one element of all examples."
-            yield "wrong", batch, problem, "Use `tf.data.Dataset.from_tensor_slices`."
+            slices = "makes one element of all examples, and `from_tensor_slices` one of each."
+            yield "wrong", batch, f"`from_tensors` {slices}"
 
 
-@_rule("not-batched")
+@_rule("not-batched", "Add `.batch(global_batch_size)`.")
 def _not_batched(pipeline: _Pipeline) -> _Faults:
     specs = tf.nest.flatten(pipeline.dataset.element_spec)
     has_numbers = any(getattr(spec, "shape", None) == () for spec in specs)
     if has_numbers and not any(stage.kind in _BATCHES for stage, _ in pipeline.stages):
         problem = "`fit` takes each element for a batch, and these are single examples."
-        yield "error", pipeline.line[-1], problem, "Add `.batch(global_batch_size)`."
+        yield "error", pipeline.line[-1], problem
 
 
 # What a cache keeps.
 
 
-@_rule("shuffle-before-cache", training=True)
+@_rule("shuffle-before-cache", "Move `shuffle` after it: `.cache().shuffle(...)`.", training=True)
 def _shuffle_before_cache(pipeline: _Pipeline) -> _Faults:
     for cache, after in pipeline.of(*_CACHES):
         shuffle = next((stage for stage in before(cache) if stage.shuffles), None)
         if shuffle is not None and not any(stage.shuffles for stage in after):
-            problem = (
-                f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
-                "every epoch has the same."
-            )
-            remedy = f"Move `shuffle` after it: `.{cache.kind}(...).shuffle(...)`."
-            yield "wrong", cache, problem, remedy
+            problem = f"It keeps the order that `{shuffle.label}` drew first: all epochs have that."
+            yield "wrong", cache, problem
 
 
-@_rule("random-before-cache", training=True)
+@_rule("random-before-cache", "Move it after the cache.", training=True)
 def _random_before_cache(pipeline: _Pipeline) -> _Faults:
-    remedy = "Move this stage after the cache, and leave before it what is the same each time."
     for cache, _ in pipeline.of(*_CACHES):
         for stage in before(cache):
             if any(function.draws for function in stage.functions):
-                problem = (
-                    f"It draws at random, and `{cache.label}` after it keeps what it drew in the "
-                    "first epoch: every epoch has the same."
-                )
-                yield "wrong", stage, problem, remedy
+                problem = "It draws at random, and each epoch has what the first one drew, since "
+                yield "wrong", stage, f"{problem}`{cache.label}` keeps it."
 
 
-@_rule("cut-cache")
+@_rule("cut-cache", "Put the cache after `take`: `.take(...).cache()`.")
 def _cut_cache(pipeline: _Pipeline) -> _Faults:
     problem = "It is not read to its end, so TensorFlow discards it: each epoch prepares all again."
     for take, _ in pipeline.of("take"):
@@ -238,30 +221,24 @@ def _cut_cache(pipeline: _Pipeline) -> _Faults:
         count, available = take.setting("count"), take.inputs[0].cardinality
         is_cut = count is not None and 0 <= count <= (available or count)
         if is_cut and cache and cache.kind == "cache":
-            yield "slow", cache, problem, f"Put the cache after it: `.{take.label}.cache()`."
+            yield "slow", cache, problem
 
 
-@_rule("repeat-before-cache")
+@_rule("repeat-before-cache", "Put `repeat` after the cache.")
 def _repeat_before_cache(pipeline: _Pipeline) -> _Faults:
     for cache, _ in pipeline.of(*_CACHES):
         repeat = _first(line(cache), "repeat")
-        level, problem = "slow", ""
         if cache.inputs and cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
-            level = "wrong"
-            problem = (
-                "What comes before the cache never ends, so the cache is never complete: it grows "
-                "until memory or disk is full, and nothing is read from it."
-            )
+            problem = "What it keeps never ends: it grows until memory or disk is full."
+            yield "wrong", cache, problem
         elif repeat is not None and repeat.setting("count") != 1:
-            problem = f"It keeps every example as often as `{repeat.label}` gives it."
-        if problem:
-            yield level, cache, problem, "Put `repeat` after the cache."
+            yield "slow", cache, f"It keeps every example as often as `{repeat.label}` gives it."
 
 
 # How examples are mixed.
 
 
-@_rule("batch-before-shuffle", training=True)
+@_rule("batch-before-shuffle", "Put `shuffle`, of examples, before the batch.", training=True)
 def _batch_before_shuffle(pipeline: _Pipeline) -> _Faults:
     batch = _first(reversed(pipeline.line), *_BATCHES)
     following = pipeline.following(batch) if batch else ()
@@ -270,20 +247,12 @@ def _batch_before_shuffle(pipeline: _Pipeline) -> _Faults:
         return
     is_mixed = any(stage.kind == "shuffle" or stage.shuffles for stage in before(batch))
     if not is_mixed and batch.kind != "group_by_window":
-        problem = (
-            f"It shuffles batches, as it comes after `{batch.label}`: the examples of a batch are "
-            "neighbors in the source, and the same in every epoch."
-        )
-        buffer = f"`.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples"
-        yield "wrong", shuffle, problem, f"Put {buffer}."
+        problem = f"It shuffles batches, of `{batch.label}`, which are the same in every epoch."
+        yield "wrong", shuffle, problem
 
 
-@_rule("small-shuffle", training=True)
+@_rule("small-shuffle", "Use a larger buffer, or shuffle the data beforehand.", training=True)
 def _small_shuffle(pipeline: _Pipeline) -> _Faults:
-    remedy = (
-        "Use a buffer of the size of the data, or of as many examples as memory allows; or shuffle "
-        "the data once beforehand."
-    )
     for shuffle, after in pipeline.of("shuffle"):
         buffer, examples = shuffle.setting("buffer_size"), shuffle.inputs[0].cardinality
         is_of_batches = _first(after, *_OPENS) or _first(before(shuffle), *_BATCHES, "shuffle")
@@ -291,41 +260,35 @@ def _small_shuffle(pipeline: _Pipeline) -> _Faults:
             continue
         batch = _first(after, *_BATCHES)
         size = (batch.setting("batch_size") if batch else None) or 0
+        held = f"The buffer holds {buffer:,} examples"
         if buffer < size:
-            problem = f"fewer than a batch of {size:,}: neighbors stay together."
-            yield "wrong", shuffle, f"The buffer holds {buffer:,} examples, {problem}", remedy
-        elif buffer < pipeline.label_run:
-            problem = f"of which about {pipeline.label_run:,} in a row have the same label."
-            yield "wrong", shuffle, f"The buffer holds {buffer:,} examples, {problem}", remedy
+            yield "wrong", shuffle, f"{held}, fewer than a batch of {size:,}."
+        elif buffer < (run := pipeline.label_run):
+            yield "wrong", shuffle, f"{held}, and about {run:,} in a row have the same label."
         elif examples is not None and buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
-            problem = (
-                f"The buffer holds {buffer:,} of {examples:,} examples: if the source is in an "
-                "order, such as one class after the other, it nearly stays in it."
-            )
-            yield "note", shuffle, problem, remedy
+            yield "note", shuffle, f"{held} of {examples:,}: an order of the source nearly stays."
 
 
-@_rule("never-shuffled", training=True)
+@_rule("never-shuffled", "Add `.shuffle(examples)` before `.batch(...)`.", training=True)
 def _never_shuffled(pipeline: _Pipeline) -> _Faults:
     has_shuffle = any(stage.shuffles or stage.kind == "shuffle" for stage, _ in pipeline.stages)
     if not has_shuffle and (count := pipeline.label_run):
         problem = f"About {count:,} examples in a row have the same label, and nothing shuffles."
-        yield "wrong", pipeline.line[0], problem, "Add `.shuffle(examples)` before `.batch(...)`."
+        yield "wrong", pipeline.line[0], problem
 
 
-@_rule("repeat-before-shuffle", training=True)
+@_rule("repeat-before-shuffle", "Put `shuffle` before `repeat`.", training=True)
 def _repeat_before_shuffle(pipeline: _Pipeline) -> _Faults:
     problem = "`repeat` before it mixes epochs: examples come twice before others come once."
     for shuffle, after in pipeline.of("shuffle"):
         repeat = _first(reversed(line(shuffle)), "repeat", *_CACHES)
         is_mixed = repeat and repeat.kind == "repeat" and repeat.setting("count") != 1
         if is_mixed and not _first(after, *_OPENS):
-            yield "note", shuffle, problem, "Put `shuffle` before `repeat`."
+            yield "note", shuffle, problem
 
 
-@_rule("shuffle-before-window", training=True)
+@_rule("shuffle-before-window", "Make windows first, and shuffle them.", training=True)
 def _shuffle_before_window(pipeline: _Pipeline) -> _Faults:
-    remedy = "Make windows first, and shuffle them."
     for window, after in pipeline.of("window", *_COPYING):
         shuffle = _first(before(window), "shuffle", *_OPENS)
         following = _first(after, *_BATCHES, "unbatch")
@@ -334,29 +297,27 @@ def _shuffle_before_window(pipeline: _Pipeline) -> _Faults:
             problem = f"`{shuffle.label}` before it mixes what is consecutive in a window."
             # Windows that overlap are of a sequence; others may be groups of any examples.
             overlaps = (window.setting("shift") or np.inf) < (window.setting("size") or 0)
-            yield "wrong" if overlaps else "note", window, problem, remedy
+            yield "wrong" if overlaps else "note", window, problem
 
 
-@_rule("shuffle-before-shard")
+@_rule("shuffle-before-shard", "Put `shard` first; or pass a seed and `deterministic=True`.")
 def _shuffle_before_shard(pipeline: _Pipeline) -> _Faults:
-    remedy = "Put `shard` first; or pass a seed and `deterministic=True`."
     for shard, _ in pipeline.of("shard"):
         earlier = next((stage for stage in before(shard) if stage.has_own_order), None)
         if earlier and shard.setting("num_shards") != 1:
             problem = f"`{earlier.label}` has another order in each process: shards overlap."
-            yield "wrong", shard, problem, remedy
+            yield "wrong", shard, problem
 
 
-@_rule("shuffled-apart")
+@_rule("shuffled-apart", "Shuffle once after it: `Dataset.zip((x, y)).shuffle(...)`.")
 def _shuffled_apart(pipeline: _Pipeline) -> _Faults:
     problem = "Each of its datasets has an order of its own: features get the labels of others."
-    remedy = "Shuffle once after it: `Dataset.zip((x, y)).shuffle(...)`."
     for combined, after in pipeline.of("zip"):
         specs: Any = [stage.dataset.element_spec for stage in combined.inputs]
         if after and all(getattr(spec, "dtype", None) == tf.string for spec in specs):
             specs = after[0].dataset.element_spec  # what was read from files with these names
         if _belong_together(specs) and _differ_in_order(combined.inputs):
-            yield "wrong", combined, problem, remedy
+            yield "wrong", combined, problem
 
 
 def _belong_together(specs: Any) -> bool:
@@ -381,10 +342,9 @@ def _differ_in_order(datasets: Iterable[Stage]) -> bool:
     return len(orders) > 1 or len({*shuffles}) < len(shuffles)
 
 
-@_rule("uneven-samples", training=True)
+@_rule("uneven-samples", "Repeat each, or pass `stop_on_empty_dataset=True`.", training=True)
 def _uneven_samples(pipeline: _Pipeline) -> _Faults:
     problem = "One of its datasets ends before the others, of which the rest comes without it."
-    remedy = "Repeat each of them, or pass `stop_on_empty_dataset=True`."
     for choice, _ in pipeline.of("choose_from_datasets"):
         lengths = np.array([stage.cardinality or np.nan for stage in choice.inputs], float)
         lengths[lengths < 0] = np.inf
@@ -394,47 +354,42 @@ def _uneven_samples(pipeline: _Pipeline) -> _Faults:
         ends = lengths / (weights[0] if weights else 1)
         is_even = np.all(lengths == np.inf) or np.min(ends) >= _EVEN * np.max(ends)
         if not (is_even or choice.setting("stop_on_empty_dataset")):
-            yield "note" if np.any(np.isnan(ends)) else "wrong", choice, problem, remedy
+            yield "note" if np.any(np.isnan(ends)) else "wrong", choice, problem
 
 
-@_rule("ignored-errors")
+@_rule("ignored-errors", "Write the file again, or filter what you know is damaged.")
 def _ignored_errors(pipeline: _Pipeline) -> _Faults:
     problem = "It leaves out damaged examples, and what comes after them in a file, in silence."
-    for stage, _ in pipeline.of("ignore_errors"):
-        yield "note", stage, problem, "Write the file again, or filter what you know is damaged."
+    return (("note", stage, problem) for stage, _ in pipeline.of("ignore_errors"))
 
 
-@_rule("constant-random", training=True)
+@_rule("constant-random", "Draw with `tf.random`, or in a Keras layer.", training=True)
 def _constant_random(pipeline: _Pipeline) -> _Faults:
     problem = "TensorFlow calls it once, so what Python draws in it is the same for all examples."
     for stage, _ in pipeline.stages:
         if any(each.draws_while_traced for each in _inside(stage)):
-            yield "wrong", stage, problem, "Draw with `tf.random`, or in a Keras layer."
+            yield "wrong", stage, problem
 
 
-@_rule("split-after-shuffle")
+@_rule(
+    "split-after-shuffle",
+    "Put it before `shuffle`, or pass `shuffle` `reshuffle_each_iteration=False`.",
+)
 def _split_after_shuffle(pipeline: _Pipeline) -> _Faults:
     for split, _ in pipeline.of("skip", "take"):
         earlier = [*before(split)]
         new = (s for s in earlier if s.reshuffles or (s.kind != "shuffle" and s.has_own_order))
         shuffle = next(new, None)
-        if shuffle is None or any(stage.caches or stage.kind == "repeat" for stage in earlier):
-            continue
-        yield (
-            "wrong" if split.kind == "skip" else "note",
-            split,
-            f"`{shuffle.label}` before it draws another order in each epoch, so it has other "
-            "examples in each. If the rest is held out, validation is on examples that were "
-            "trained on.",
-            f"Put `{split.kind}` before `shuffle`, or pass `shuffle` "
-            "`reshuffle_each_iteration=False`.",
-        )
+        if shuffle and not any(stage.caches or stage.kind == "repeat" for stage in earlier):
+            order = f"`{shuffle.label}` before it has another order in each epoch"
+            problem = f"{order}. If the rest is held out, examples of it are trained on."
+            yield "wrong" if split.kind == "skip" else "note", split, problem
 
 
 # What an epoch is for `fit`.
 
 
-@_rule("repeat", training=True)
+@_rule("repeat", "Leave out `repeat`, or pass `steps_per_epoch` to `fit`.", training=True)
 def _repeat(pipeline: _Pipeline) -> _Faults:
     repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
     is_known = pipeline.epochs is not None
@@ -442,44 +397,32 @@ def _repeat(pipeline: _Pipeline) -> _Faults:
         return
     if pipeline.length == tf.data.INFINITE_CARDINALITY:
         problem = "It never ends, and without `steps_per_epoch` the first epoch does not either."
-        remedy = (
-            "Pass `steps_per_epoch` to `fit`, or leave out `repeat()`: `fit(epochs=...)` begins "
-            "again by itself."
-        )
-        yield "wrong" if is_known else "note", [pipeline.line[0], *repeats][-1], problem, remedy
+        yield "wrong" if is_known else "note", [pipeline.line[0], *repeats][-1], problem
     for stage in repeats:
-        count = stage.setting("count")
-        if count is None or count <= 1 or pipeline.epochs == 1:
-            continue
-        is_cut = _first(pipeline.following(stage), "take", "take_while")
-        epochs = pipeline.epochs or "N"
-        problem = (
-            f"One iteration gives the data {count} times, and `fit(epochs={epochs})` {count} * "
-            f"{epochs} times."
-        )
-        remedy = "Leave out `repeat`, and let `epochs` count the passes."
-        yield "note" if is_cut or not is_known else "wrong", stage, problem, remedy
+        count = stage.setting("count") or 1
+        if count > 1 and pipeline.epochs != 1:
+            is_cut = _first(pipeline.following(stage), "take", "take_while")
+            epochs = pipeline.epochs or "N"
+            problem = f"`fit(epochs={epochs})` gives the data {count} * {epochs} times."
+            yield "note" if is_cut or not is_known else "wrong", stage, problem
 
 
-@_rule("runs-out", training=True)
+@_rule("runs-out", "Write `.repeat()` last, or leave out `steps_per_epoch`.", training=True)
 def _runs_out(pipeline: _Pipeline) -> _Faults:
     batches, steps, epochs = pipeline.length, pipeline.steps, pipeline.epochs
     if steps is None or batches is None or batches <= 0:
         return
     complete, left = divmod(batches, steps)
-    if complete == 0:
-        problem = f"An epoch is to have {steps} steps, and ends after {batches}"
-    elif left and epochs is not None and epochs > complete:
-        asked = f"{epochs} epochs of {steps} steps are to be trained"
-        problem = f"{asked}, but epoch {complete + 1} ends after {left}"
-    else:
-        return
-    effect = "the dataset has no more, so a schedule made for all steps does not reach its end."
-    remedy = "Write `.repeat()` last, or leave out `steps_per_epoch`."
-    yield "wrong", pipeline.line[-1], f"{problem}: {effect}", remedy
+    if complete == 0 or (left and epochs is not None and epochs > complete):
+        problem = f"Epoch {complete + 1} ends after {left} of {steps} steps: the dataset has no "
+        yield "wrong", pipeline.line[-1], f"{problem}more, and schedules do not reach their end."
 
 
-@_rule("short-batch", training=True)
+@_rule(
+    "short-batch",
+    "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`.",
+    training=True,
+)
 def _short_batch(pipeline: _Pipeline) -> _Faults:
     batch = _first(reversed(pipeline.line), *_BATCHES)
     if batch is None or batch.kind not in _COPYING or not batch.inputs:
@@ -491,68 +434,51 @@ def _short_batch(pipeline: _Pipeline) -> _Faults:
     if last and (pipeline.replicas > 1 or last <= _SHORT_PART * size):
         is_uneven = last % pipeline.replicas
         uneven = f", split unevenly over {pipeline.replicas} replicas" if is_uneven else ""
-        problem = (
-            f"The last batch has {last} of {size} examples{uneven}; it weighs as much in the "
-            "training as a full one, and XLA compiles for its shape too."
-        )
-        remedy = (
-            "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`."
-        )
-        yield "note", batch, problem, remedy
+        problem = f"The last batch has {last} of {size} examples{uneven}; it weighs as much as a "
+        yield "note", batch, f"{problem}full one, and XLA compiles for its shape too."
 
 
 # What makes training wait, unless a cache after it makes it happen once.
 
 
-def _is_cached(after: tuple[Stage, ...]) -> bool:
-    return any(stage.caches for stage in after)
-
-
-@_rule("python")
+@_rule("python", "Write it in TensorFlow operations, or prepare or cache the data beforehand.")
 def _python(pipeline: _Pipeline) -> _Faults:
     problem = "It calls Python, one call at a time, which also holds up that of the training step."
-    remedy = (
-        "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or cache "
-        "its result."
-    )
     for stage, after in pipeline.stages:
-        if any(each.calls_python for each in _inside(stage)) and not _is_cached(after):
-            yield "slow", stage, problem, remedy
+        if any(each.calls_python for each in _inside(stage)) and not _first(after, *_CACHES):
+            yield "slow", stage, problem
 
 
-@_rule("overwritten-arrays")
+@_rule(
+    "overwritten-arrays",
+    "Pass single examples and `.batch(...)` them here; or have Python give copies "
+    "(`y[i:j].copy()`); or train with `kdpkit.training.replica_exact(model)`.",
+)
 def _overwritten_arrays(pipeline: _Pipeline) -> _Faults:
     """Look for batches that are still arrays from Python when replicas split them."""
+    problem = (
+        "Plain Keras on several replicas writes into its batches, which TensorFlow does not copy: "
+        "if they are views of your arrays, these hold other labels after the first epoch."
+    )
     for stage, after in pipeline.stages:
         if pipeline.replicas > 1 and stage.calls_python and not _first(after, *_COPYING):
-            yield (
-                "wrong",
-                stage,
-                "It gives batches from Python. TensorFlow does not copy them, and plain Keras on "
-                "several replicas writes into them: if they are views of your arrays, these hold "
-                "other labels after the first epoch.",
-                "Pass single examples and `.batch(...)` them here; or have Python give copies "
-                "(`y[i:j].copy()`); or train with `kdpkit.training.replica_exact(model)`.",
-            )
+            yield "wrong", stage, problem
 
 
-@_rule("serial-map")
+@_rule("serial-map", "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.")
 def _serial_map(pipeline: _Pipeline) -> _Faults:
     """Look for a function with a state, which TensorFlow does not call in parallel by itself."""
-    problem = "It makes one element after the other, on one core."
-    remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
         is_stateful = any(function.is_stateful for function in stage.functions)
         is_parallel = "Parallel" in type(stage.dataset).__name__ or stage.library_call
-        if is_stateful and not (is_parallel or stage.calls_python or _is_cached(after)):
-            yield "slow", stage, problem, remedy
+        if is_stateful and not (is_parallel or stage.calls_python or _first(after, *_CACHES)):
+            yield "slow", stage, "It makes one element after the other, on one core."
 
 
-@_rule("padded-metrics")
+@_rule("padded-metrics", "Compile the model with `weighted_metrics` in place of `metrics`.")
 def _padded_metrics(pipeline: _Pipeline) -> _Faults:
+    problem = "Padding has weight 0, which `metrics` ignore: there each padding counts."
     for stage, _ in pipeline.of("map"):
         pad = inspect.unwrap(stage.functions[0].call or len)
         if pad.__module__ == "kdpkit.pipelines._padding" and pad.__name__ == "pad":
-            problem = "Padding has weight 0, which `metrics` ignore: there each padding counts."
-            remedy = "Compile the model with `weighted_metrics` in place of `metrics`."
-            yield "note", stage, problem, remedy
+            yield "note", stage, problem
