@@ -67,7 +67,6 @@ _NAMED_BY = {
     **dict.fromkeys(("repeat", "take", "skip"), "count"),
 }
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
-_FRAMEWORKS = ("keras", "numpy", "tensorflow")
 _LIBRARIES = ("kdpkit", "keras", "tensorflow", "datasets", "tensorflow_datasets")
 
 
@@ -444,8 +443,11 @@ def _draws_in_python(call: Any, read: set[Any]) -> bool:
     owner, function = getattr(call, "__self__", None), getattr(call, "__func__", call)
     if isinstance(owner, _GENERATORS):
         return True
-    library = str(getattr(function, "__module__", "")).partition(".")[0]
-    if not inspect.isfunction(function) or function in read or library in _FRAMEWORKS:
+    if not inspect.isfunction(function) or function in read:
+        return False
+    # What a library that the user's function calls draws inside, such as a name, is its own affair.
+    is_user_code = "-packages" not in function.__code__.co_filename
+    if read and not is_user_code and not function.__module__.startswith("kdpkit."):
         return False
     read.add(function)
     used = _known_values(function, owner)
