@@ -57,7 +57,7 @@ _SOURCES = frozenset(
     {"CsvDataset", "FixedLengthRecordDataset", "TextLineDataset", "TFRecordDataset"}
     | {"concatenate", "flat_map", "from_tensor_slices", "interleave", "map", "range", "zip"}
 )
-_FEW, _MANY = 32, 1_000_000  # labels: too few to tell their order, and enough
+_FEW, _MANY = 32, 1_000_000  # labels: too few to tell their order, and enough; values to copy
 _BATCHING = ("batch", "padded_batch", "rebatch")
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
@@ -238,7 +238,10 @@ class Stage:
         """Whether each program has another order: a shuffle has no seed, or threads compete."""
         has_no_seed = self.kind == "shuffle" and self.seeds == [0, 0]
         is_unordered = self.argument("deterministic") == "false"
-        if "ParallelInterleave" in type(self.dataset).__name__:  # stores it in its graph only
+        sources = (stage.argument("tensors") or () for stage in before(self))
+        held = sum(t.shape.num_elements() or 0 for t in itertools.chain.from_iterable(sources))
+        # An `interleave` has it in its graph only, into which arrays in memory are copied.
+        if "ParallelInterleave" in type(self.dataset).__name__ and held < _MANY:
             graph = tf.compat.v1.GraphDef.FromString(self.dataset._as_serialized_graph().numpy())
             is_unordered = any(node.attr["deterministic"].s == b"false" for node in graph.node)
         return has_no_seed or is_unordered or any(f.has_unseeded_order for f in self.functions)

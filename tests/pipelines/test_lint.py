@@ -415,6 +415,15 @@ def test_random_numbers_are_found_however_they_are_named():
         assert found(mixed().map(function, AUTOTUNE).batch(40)) == set()
 
 
+def test_large_arrays_are_not_copied_to_learn_an_order():
+    for count, expected in ((100, {"shuffle-before-shard"}), (1_000_000, set())):
+        values = slices(np.zeros(count, "int8"))
+        mixed_by_threads = values.interleave(
+            Dataset.from_tensors, num_parallel_calls=2, deterministic=False
+        )
+        assert faults(mixed_by_threads.shard(2, 0).batch(50)) == expected
+
+
 def test_labels_are_not_waited_for():
     never = numbers().repeat().filter(lambda n: n < 0).map(lambda n: (n, n), AUTOTUNE)
     lint(never.batch(8))
