@@ -5,6 +5,7 @@ the usual set in the right order; each callback also works on its own.
 """
 
 import os
+from typing import Any
 
 import keras
 
@@ -29,6 +30,10 @@ class _ProgressLine(keras.callbacks.ProgbarLogger):
     """Keras' progress line, printed before later callbacks add to the logs."""
 
     async_safe = True  # As where Keras adds the line itself, no step on JAX waits for it.
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        # Loops that users write set few of these.
+        super().set_params({"verbose": 0, "epochs": 1, "steps": None} | params)
 
 
 def training_callbacks(

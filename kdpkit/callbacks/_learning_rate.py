@@ -7,6 +7,7 @@ K of them accumulated into each update, the last update was at batch index `i = 
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from kdpkit._internal import optimizers, processes
 
 
 class _NotingStep:
-    """The compiled step of `fit`, which also notes the plain rate that each call applied.
+    """The compiled step of `fit`, which also notes the batches that were counted and the rate.
 
     Other callbacks set rates in hooks just before a step and just after it, so the rate is read
     between the two. The notes stay on the device: nothing waits for the step.
@@ -27,20 +28,14 @@ class _NotingStep:
     def __init__(self, step: Callable, optimizer: Optimizer) -> None:
         self.step, self.optimizer = step, optimizers.wrapped(optimizer)
         self.places = {id(variable): place for place, variable in enumerate(optimizer.variables)}
-        # Of each call the first batch, the batches counted after it, and the rate. Where a batch
-        # may have no update, the counts tell which is the last update's.
+        self.batch = 0  # the first one of a call
+        # Of each call its first batch, the count of batches after it, and the plain rate.
         self.notes: deque[tuple[int, Any, Any]] = deque(maxlen=10_000)
-        is_scaled = self.optimizer is not optimizer
-        self.counts = is_scaled or bool(self.optimizer.gradient_accumulation_steps)
-        self.batch = self.expected = 0
 
     def __call__(self, *arguments: Any) -> Any:
         result = self.step(*arguments)
-        self.expected += 1
-        if not self.counts:
-            self.notes.clear()
-        count = self.read(self.optimizer._iterations, result) if self.counts else -1
-        self.notes.append((self.batch, count, self.read(self.optimizer._learning_rate, result)))
+        values = (self.optimizer._iterations, self.optimizer._learning_rate)
+        self.notes.append((self.batch, *(self.read(value, result) for value in values)))
         return result
 
     def read(self, variable: Any, result: Any) -> Any:
@@ -51,8 +46,14 @@ class _NotingStep:
         if keras.backend.backend() != "jax":
             return keras.ops.copy(variable)
         # Variables have no values during an epoch. The next step reuses the memory of its state.
-        value = result[1][2][self.places[id(variable)]]
-        return value + 0 if self.counts else value
+        return _jax_copy()(result[1][2][self.places[id(variable)]])
+
+
+@functools.cache
+def _jax_copy() -> Callable:
+    import jax
+
+    return jax.jit(lambda value: value + 0)  # compiled: a quarter of the time
 
 
 class AppliedRateCallback(keras.callbacks.Callback):
@@ -61,7 +62,6 @@ class AppliedRateCallback(keras.callbacks.Callback):
     # On JAX, Keras calls batch hooks of such a callback in other threads, and does not wait for
     # each step. So they do not use `self.model`, which copies the state into the variables.
     async_safe = True
-    _counts_batches = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,30 +78,27 @@ class AppliedRateCallback(keras.callbacks.Callback):
         is_multi = hasattr(self._model.optimizer, "optimizers")  # a `MultiOptimizer`
         self._has_rate = isinstance(self._optimizer, Optimizer) and not is_multi
         if self._has_rate:
-            self._last_update = self._update_before(int(self._count_batches()))
+            self._last_update = self._update_before(self._count_batches())
         self._rate = None
         getattr(self._model.train_function, "notes", self._notes).clear()  # of an earlier training
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Have the step note its rate; loops that do not call it get the one before an epoch."""
-        step: Any = self._model.train_function if self._has_rate else None
-        if step and not isinstance(step, _NotingStep):
-            step = self._model.train_function = _NotingStep(step, self._model.optimizer)
-        if step:
-            step.counts |= self._counts_batches
+        step: Any = self._model.train_function
+        if step and self._has_rate:
+            if not isinstance(step, _NotingStep):
+                step = self._model.train_function = _NotingStep(step, self._model.optimizer)
             self._notes, step.batch = step.notes, batch
-        if self._has_rate and batch == 0:
-            rate, count = self._optimizer._learning_rate, int(self._count_batches())
+        if batch == 0 and self._has_rate:
+            rate = self._optimizer._learning_rate
             noted = keras.ops.copy(rate) if isinstance(rate, keras.Variable) else None
-            self._notes.append((0, count, noted))
-            if step:
-                step.expected = count
+            self._notes.append((-1, self._count_batches(), noted))
 
-    def _count_batches(self) -> Any:
+    def _count_batches(self) -> int:
         """Return the optimizer's count of batches, without those that loss scaling skipped."""
         # The public `iterations` counts updates, without the batches being accumulated. The copy
         # is one number where replicas have one each.
-        return keras.ops.copy(self._optimizer._iterations)
+        return int(keras.ops.copy(self._optimizer._iterations))
 
     def _update_before(self, batches: int) -> int:
         """Return the batch index of the last update in so many batches; -1 before the first."""
@@ -110,14 +107,13 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def _applied_rate(self) -> float | None:
         """Return the rate of the last update; None before the first one of this training."""
-        if not self._has_rate:
-            return None
-        count, step = int(self._count_batches()), self._model.train_function
-        # TensorFlow may count one batch too many: docs/upstream/keras_begins_a_batch_too_many.md
-        if self._model.steps_per_execution == 1 and count - 1 == getattr(step, "expected", None):
-            count -= 1
-        if (last_update := self._update_before(count)) != self._last_update:
-            self._last_update, self._rate = last_update, self._rate_of(last_update, self._notes)
+        if self._has_rate and self._notes:
+            batch, count, _ = self._notes[-1]
+            # After a call its note counts, because at the end of the data TensorFlow may count one
+            # batch too many: docs/upstream/keras_begins_a_batch_too_many.md
+            last_update = self._update_before(self._count_batches() if batch < 0 else int(count))
+            if last_update != self._last_update:
+                self._last_update, self._rate = last_update, self._rate_of(last_update, self._notes)
         return self._rate
 
     def _rate_of(self, update: int, notes: Sequence[tuple[int, Any, Any]]) -> float | None:

@@ -60,7 +60,6 @@ class TensorBoard(AppliedRateCallback):
         if update_freq not in ("epoch", "batch"):
             checks.integer("update_freq", update_freq)
         self.update_freq: Any = 1 if update_freq == "batch" else update_freq
-        self._counts_batches = update_freq != "epoch"
         if not isinstance(log_dir, str | os.PathLike) or not os.fspath(log_dir):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
         path = storage.path(log_dir)

@@ -132,6 +132,20 @@ def test_a_line_of_the_usual_set_has_each_thing_once_in_120_characters(capsys):
     assert {"learning_rate", "steps_per_second", "examples_per_second"} <= fitted.history.keys()
 
 
+def test_the_usual_set_works_in_a_loop_of_ones_own(capsys):
+    model, usual = falling_weight(keras.optimizers.SGD(0.5)), training_callbacks()
+    loop = keras.callbacks.CallbackList(usual, model=model, epochs=1, steps=2)
+    loop.on_train_begin()
+    loop.on_epoch_begin(0)
+    for batch in range(2):
+        loop.on_train_batch_begin(batch)
+        model.train_on_batch(np.ones((2, 1)), np.ones((2, 1)))
+        loop.on_train_batch_end(batch)
+    loop.on_epoch_end(0, {"loss": 0.0})
+    loop.on_train_end()
+    assert capsys.readouterr().out == "Learning rate of epoch 1: 0.5 (step 2)\n"
+
+
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="since Keras 3.15")
 def test_several_optimizers_have_no_single_rate(capsys):
     parts = {".*kernel": keras.optimizers.Adam()}

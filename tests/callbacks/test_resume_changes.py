@@ -30,6 +30,48 @@ class OwnSchedule(schedules.LearningRateSchedule):
         return self._peak + 0.0 * keras.ops.cast(step, "float32")
 
 
+class OddSchedule(schedules.LearningRateSchedule):
+    """A schedule that holds what differs in each process, and changes when it is called."""
+
+    def __init__(self):
+        self.names, self.shape = {str, "a", "b"}, lambda step: 0.0 * step
+
+    def __call__(self, step):
+        self.last = 0.1 + self.shape(keras.ops.cast(step, "float32"))
+        return self.last
+
+    def get_config(self):
+        return {"names": self.missing}
+
+
+class OldOptimizer(SGD):
+    """An optimizer with the `get_config` of Keras 2."""
+
+    def get_config(self):
+        return {"learning_rate": self._serialize_hyperparameter("learning_rate")}
+
+
+class OddCallback(keras.callbacks.Callback):
+    monitor, mode = ("loss", "mae"), np.less
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, values):
+        pass
+
+
+class OddBatches(keras.utils.PyDataset):
+    global_batch_size, num_batches = np.int64(8), STEPS
+
+    def __init__(self):
+        super().__init__()
+        self.seed = np.random.SeedSequence(0)
+
+    def __getitem__(self, index):
+        return X[:8], X[:8, :1]
+
+
 def build(first="left", second="right", *, width=4, activation=None, frozen=False, rates=(0.2,)):
     hidden = [layers.Dense(width, activation, name=name) for name in (first, second)]
     hidden[0].trainable = not frozen
@@ -106,6 +148,7 @@ def run(
     finally:
         keras.config.set_dtype_policy("float32")
     used = getattr(trained.optimizer, "inner_optimizer", trained.optimizer)
+    used = getattr(used, "optimizers", [used])[0]
     return trained, float(keras.ops.convert_to_numpy(used.learning_rate))
 
 
@@ -133,6 +176,11 @@ def constant(rate, **settings):
 
 def cosine(steps):
     return {"optimizer": lambda: Adam(schedules.CosineDecay(0.1, steps))}
+
+
+def several(rate):
+    by_path = keras.optimizers.OptimizerMap(SGD(0.1), {".*kernel": Adam(rate)})
+    return keras.optimizers.MultiOptimizer(by_path)
 
 
 def reducing(**settings):
@@ -172,7 +220,7 @@ USED = {
     ),
     "rate to schedule": (END, {}, cosine(30), r"learning_rate=.CosineDecay.*\(saved: 0.01\)"),
     "schedule to rate": (END, cosine(30), constant(0.001), r"rate=0.001 \(saved: .CosineDecay"),
-    "schedule": (END, cosine(30), cosine(60), "steps': 60.*saved:.*steps': 30"),
+    "schedule": (END, cosine(30), cosine(60), r"steps=60.*saved:.*steps=30"),
     "own schedule": (
         END,
         constant(OwnSchedule(0.1)),
@@ -193,10 +241,10 @@ USED = {
     "examples": (END, {}, of(batches, 40), r"number_of_examples=40 \(saved: 45\)"),
     "batch": (END, {}, of(batches, size=9), r"global_batch_size=9 \(saved: 8\)"),
     "order": (END, {}, of(batches, seed=2), r"seed=2 \(saved: 1\)"),
-    "loss": (END, {}, {"loss": "mae"}, r"losses=\['mae'\] \(saved: \['mse'\]\)"),
-    "numbers": (END, {}, {"policy": "mixed_bfloat16"}, r"dtypes=\['bfloat16'\].*float32"),
     # Not compared, and documented.
     "names that Keras counts": (END, UNNAMED, {"model": lambda: build_unnamed(before=3)}, None),
+    "loss": (END, {}, {"loss": "mae"}, None),
+    "numbers": (END, {}, {"policy": "mixed_bfloat16"}, None),
     "activation": (END, {}, built(activation="tanh"), None),
     "dropout": (INSIDE, {}, built(rates=[0.1]), None),
     "metrics": (END, {}, {"metrics": ["mse"]}, None),
@@ -280,6 +328,23 @@ def test_a_changed_setting_is_used_and_reported(change, saved, tmp_path):
         assert last_rate == pytest.approx(0.001)
 
 
+UNCHANGED = {
+    "schedule": {"optimizer": lambda: SGD(OddSchedule())},
+    "optimizer": {"optimizer": lambda: OldOptimizer(0.1, clipnorm=np.float32(0.1))},
+    "function": {"optimizer": lambda: SGD(lambda: 0.1)},
+    "several": {"optimizer": lambda: several(0.1)},
+    "callback": {"callbacks": lambda: [OddCallback()]},
+    "data": {"data": OddBatches},
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_an_unchanged_program_continues_without_a_sentence(name, tmp_path):
+    run(tmp_path, **UNCHANGED[name], stop=STEPS + 2)
+    model, _ = run(tmp_path, **UNCHANGED[name])  # Warnings are errors.
+    assert model.history.epoch == [0, 1, 2]
+
+
 @pytest.mark.parametrize("change", mostly_slow(RAISES))
 def test_a_change_that_a_state_does_not_fit_raises(change, saved, tmp_path):
     with pytest.raises(ValueError, match=RAISES[change][-1]):
@@ -310,7 +375,8 @@ def test_a_rate_that_training_reduced_is_restored_unless_the_program_changes_it(
 
 
 @pytest.mark.parametrize("is_lowered", [False, True])
-def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_lowered, tmp_path):
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_relative, is_lowered, tmp_path):
     def program(rate, epochs):
         keras.backend.clear_session()
         model, resume, plateau = build(), Resume(tmp_path), reducing()["callbacks"]()[0]
@@ -319,8 +385,9 @@ def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_lowered, tmp_pat
         for first, last in ((0, 2), (2, epochs)):
             settings = {"initial_epoch": first, "epochs": last, "shuffle": False, "verbose": 0}
             model.fit(train, callbacks=[plateau, resume], **settings)
-            if first == 0:
-                model.optimizer.learning_rate = rate
+            if first == 0:  # The first call reduced the rate to 0.05.
+                reached = keras.ops.convert_to_numpy(model.optimizer.learning_rate)
+                model.optimizer.learning_rate = reached * rate / 0.05 if is_relative else rate
         return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
     assert program(0.04, 4) == pytest.approx(0.02)
@@ -330,6 +397,20 @@ def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_lowered, tmp_pat
     assert rate == pytest.approx(0.005 if is_lowered else 0.01)
     reports = [str(one.message) for one in caught if "other settings" in str(one.message)]
     assert len(reports) == is_lowered
+
+
+def test_a_call_that_failed_and_is_repeated_has_the_rate_of_the_state(tmp_path):
+    model, resume = build(), Resume(tmp_path)
+    model.compile(SGD(0.1), "mse", run_eagerly=True)
+    train, failures = resume.track(batches()), iter([False] * 6 + [True] + [False] * 99)
+    scheduler = LearningRateScheduler(lambda _, rate: rate / 2)
+    failing = LambdaCallback(on_train_batch_end=lambda *_, **__: 1 // (not next(failures)))
+    for expected in (pytest.raises(ZeroDivisionError), contextlib.nullcontext()):
+        with expected:
+            callbacks = [scheduler, failing, resume]
+            model.fit(train, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    assert rate == pytest.approx(0.1 / 8)
 
 
 def test_a_callback_that_sets_the_rate_still_does(tmp_path):

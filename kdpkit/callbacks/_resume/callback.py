@@ -222,6 +222,8 @@ class Resume(keras.callbacks.Callback):
         # `on_train_begin`, in `fit` of keras/src/backend/*/trainer.py.
         self.model._initial_epoch = epochs if is_over else position.epoch
         if ends:  # A later call restores the state.
+            # Programs set the rate of a call relative to what the one before has reached.
+            settings.restore_rates(optimizers.all_of(self.model), ends[0]["rates"])
             if not self._finished_calls:
                 warnings.warn(
                     "This call of `fit` was completed in an earlier run and trains nothing: until "
@@ -258,33 +260,19 @@ class Resume(keras.callbacks.Callback):
 
     def _settings(self, *, begins: bool = False) -> dict[str, Any]:
         """Return the settings of the program that are compared with those of a state."""
-        found, layers = optimizers.all_of(self.model), [*self.model._flatten_layers()]
-        losses = keras.tree.flatten(getattr(self.model, "loss", None))
-        return {
-            **{
-                settings.numbered(name, index): value
-                for index, optimizer in enumerate(found)
-                for name, value in settings.of_program(optimizer, begins=begins).items()
-            },
-            "optimizers": [
-                [*{type(part).__name__: None for part in (one, optimizers.wrapped(one))}]
-                for one in found
-            ],
+        names = ("monitor", "mode")
+        others = {
             "callbacks": [
-                [type(one).__name__, *(getattr(one, name, None) for name in ("monitor", "mode"))]
+                [type(one).__name__, *(getattr(one, name, None) for name in names)]
                 for one in self.callbacks
             ],
             "batches_in_an_epoch": self._steps_per_epoch,
             "global_batch_size": self._data.global_batch_size,
             "seed": self._data.seed,
             "number_of_examples": self._data.num_examples,
-            "losses": [
-                x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__)
-                for x in losses
-            ],
-            "frozen_layers": sum(not layer.trainable for layer in layers),
-            "dtypes": sorted({layer.compute_dtype for layer in layers}),
         }
+        of_optimizers = settings.of_program(optimizers.all_of(self.model), begins=begins)
+        return of_optimizers | {name: settings.plain(value) for name, value in others.items()}
 
     def _check_settings(self, state: checkpoints.TrainingState) -> None:
         """Raise for settings that a state cannot be continued with; report other changed ones."""
@@ -327,6 +315,7 @@ class Resume(keras.callbacks.Callback):
         else:
             self._has_begun, self._unsaved = True, 0
             self._begin_first_epoch()
+        self._settings()  # Training may fail, and start again in this process.
         self._position = Position(epoch, self._steps_before)
 
     def _begin_first_epoch(self) -> None:
@@ -424,14 +413,15 @@ class Resume(keras.callbacks.Callback):
         """Wait until the last state is on disk, and report it if that failed."""
         self._restore_history()  # if no epoch was left to train
         self._has_begun = False
+        self._settings()
         history = self.model.history
         end = {
             "epoch": 1 + max(history.epoch, default=-1),
             "stopped": bool(self.model.stop_training),
             "lengths": {name: len(values) for name, values in history.history.items()},
+            "rates": settings.rates(optimizers.all_of(self.model)),
         }
         self._finished_calls.append(self._earlier_end or end)
-        self._settings()
         if self._wait() and processes.index() == 0:
             processes.report(f"The end of training is not saved. {self._newest_state()}")
         self._checkpoints.release()

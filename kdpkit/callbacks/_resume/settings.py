@@ -1,10 +1,14 @@
 """The settings that a program gives its optimizers, without what training changes in them."""
 
-import re
+import numbers
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 from keras.optimizers import Optimizer
+from keras.optimizers.schedules import LearningRateSchedule
 
 from kdpkit._internal import optimizers
 
@@ -12,17 +16,22 @@ from kdpkit._internal import optimizers
 _seen: Any = weakref.WeakKeyDictionary()
 
 
-def of_program(optimizer: Optimizer, *, begins: bool = False) -> dict[str, Any]:
-    """Return an optimizer's settings as its program made it.
+def of_program(found: Iterable[Optimizer], *, begins: bool = False) -> dict[str, Any]:
+    """Return the settings of optimizers as their program made them, and their classes.
 
     What has changed since the last call was changed by the program if training `begins`, and
     otherwise by training, as by a callback that reduces the rate.
     """
-    now = _settings(optimizer)
-    program, last = _seen.get(optimizer, (now, now))
-    program = now if begins and now != last else program
-    _seen[optimizer] = program, now
-    return program
+    settings: dict[str, Any] = {"optimizers": []}
+    for index, optimizer in enumerate(found):
+        parts = dict.fromkeys([optimizer, optimizers.wrapped(optimizer)])
+        settings["optimizers"].append([type(part).__name__ for part in parts])
+        now = {name: value for part in parts for name, value in _arguments(part).items()}
+        program, last = _seen.get(optimizer, (now, now))
+        program = now if begins and now != last else program
+        _seen[optimizer] = program, now
+        settings |= {numbered(name, index): value for name, value in program.items()}
+    return settings
 
 
 def numbered(name: str, index: int) -> str:
@@ -30,29 +39,46 @@ def numbered(name: str, index: int) -> str:
     return f"{name} of optimizer {index + 1}" if index else name
 
 
-def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for part in (optimizer, optimizers.wrapped(optimizer)):
-        try:
-            config |= part.get_config()
-        except NotImplementedError:  # The user's schedule has no `get_config`.
-            rate, values = vars(part)["_learning_rate"], vars(part).items()
-            config |= {x: value for x, value in values if x[0] != "_" and _is_plain(value)}
-            config["learning_rate"] = {"class_name": type(rate).__name__, "config": vars(rate)}
-    # A `MultiOptimizer` has no rate of its own.
-    config["learning_rate"] = config.pop("optimizer_map", config["learning_rate"])
-    hidden = ("built", "inner_optimizer", "name")
-    return {name: _shown(value) for name, value in config.items() if name not in hidden}
+def rates(found: Iterable[Optimizer]) -> list[list[Any]]:
+    """Return of each optimizer the rate that its program set, and the one that was reached."""
+    return [[values["learning_rate"] for values in _seen[optimizer]] for optimizer in found]
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | None)
+def restore_rates(found: Iterable[Optimizer], saved: Iterable[Sequence[Any]]) -> None:
+    """Set the rates that training reached, except where the program now begins with others."""
+    for optimizer, (began, reached) in zip(found, saved, strict=False):
+        if isinstance(reached, float) and began == _seen[optimizer][0]["learning_rate"]:
+            optimizers.wrapped(optimizer).learning_rate = reached
 
 
-def _shown(value: Any) -> Any:
-    """Return what JSON can hold: numbers to the precision of float32, and objects as text."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, dict) and "config" in value:
-        value = f"{value['class_name']}({value['config']})"
-    return value if _is_plain(value) else re.sub(r" at 0x\w+", "", str(value))
+def plain(value: Any) -> Any:
+    """Return what JSON can hold, the same whenever the program is started again."""
+    if isinstance(value, numbers.Real):  # The shortest text of a float32 has all of its bits.
+        number = np.asarray(value).item()
+        return float(str(np.float32(number))) if isinstance(number, float) else number
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, LearningRateSchedule | Optimizer):
+        arguments = (f"{name}={argument}" for name, argument in _arguments(value).items())
+        return f"{type(value).__name__}({', '.join(arguments)})"
+    return value if isinstance(value, str | None) else getattr(value, "__name__", str(type(value)))
+
+
+def _arguments(owner: Any) -> dict[str, Any]:
+    """Return the arguments that are attributes: many users' `get_config` is missing or fails."""
+    found, is_optimizer = {}, isinstance(owner, Optimizer)
+    kinds = str | numbers.Real | LearningRateSchedule | None
+    for name, value in vars(owner).items():
+        is_hidden = name in ("built", "name") or (is_optimizer and name.startswith("_"))
+        parts = value if isinstance(value, list | tuple) else [value]
+        # An empty list is for variables that are added later.
+        if parts and not is_hidden and all(isinstance(part, kinds) for part in parts):
+            found[name] = plain(value)
+    if is_optimizer:
+        # A `MultiOptimizer` has no rate of its own.
+        rate = getattr(owner, "optimizers", owner._learning_rate)
+        is_number = isinstance(rate, keras.Variable)
+        found["learning_rate"] = plain(
+            float(keras.ops.convert_to_numpy(rate)) if is_number else rate
+        )
+    return found
