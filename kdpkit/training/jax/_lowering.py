@@ -38,13 +38,15 @@ def _of_convolution(devices: int, settings: Any, *_: Any) -> Sequence[int]:  # n
 
 def _of_scatter(devices: int, settings: Any, _: Any, __: Any, updates: Any) -> Sequence[int | None]:
     # docs/upstream/xla_adds_up_padding.md
-    window = settings["dimension_numbers"].update_window_dims
-    axes = [axis for axis in range(updates.ndim) if axis not in window]
-    is_uneven = any(updates.shape[axis] % devices for axis in axes)
-    return (None, 0, axes[0]) if is_uneven else ()
+    numbers = settings["dimension_numbers"]
+    axes = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
+    if not any(updates.shape[axis] % devices for axis in axes):
+        return ()
+    # XLA aborts where it would divide batches unevenly, as in the gradient of a sort or a median.
+    return (-1, -1, -1) if numbers.operand_batching_dims else (None, 0, axes[0])
 
 
-# Functions that return the axis of each input along which to divide it.
+# Functions that return the axis of each input along which to divide it; -1 copies it to all.
 _SCATTERS = [each for name, each in vars(primitives).items() if name.startswith("scatter")]
 _AXES_OF = {primitives.conv_general_dilated_p: _of_convolution} | dict.fromkeys(
     _SCATTERS, _of_scatter
@@ -68,7 +70,8 @@ def _divided(ctx: Any, devices: int, array: Any, aval: Any, axis: int | None) ->
     if axis is None:
         return array
     mesh = AbstractMesh((devices,), ("devices",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, "devices"))
+    spec = PartitionSpec() if axis < 0 else PartitionSpec(*[None] * axis, "devices")
+    sharding = NamedSharding(mesh, spec)
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
     lower = mlir.lower_fun(constrain, multiple_results=False)
     return lower(ctx.replace(primitive=None, avals_in=[aval], avals_out=[aval]), array)[0]
