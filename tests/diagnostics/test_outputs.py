@@ -146,6 +146,11 @@ RIGHT = {
     ),
     "a loss of one's own": lambda: (sequential(dense(4)), user_loss, CLASSES),
     "a class of one's own": lambda: (sequential(dense(4)), UsersLoss(), CLASSES),
+    "softmax along another axis": lambda: (
+        sequential(dense(6), layers.Reshape((2, 3)), layers.Softmax(axis=1)),
+        losses.CategoricalCrossentropy(axis=1),
+        np.eye(2, dtype="float32")[np.arange(96) % 2].reshape(32, 3, 2).transpose(0, 2, 1),
+    ),
     "softmax by operations": lambda: (
         sequential(
             dense(4), layers.Lambda(lambda x: x / keras.ops.sum(x, -1, keepdims=True) * 0 + 0.25)

@@ -37,6 +37,7 @@ def findings(model: Any, batch: Any) -> Iterator[Finding]:
     for name, loss, output, symbol in zip(names, losses, outputs, symbolic, strict=False):
         if _is_cross_entropy(loss):
             values = keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))
+            values = np.moveaxis(values, getattr(loss, "axis", -1), -1)  # the classes
             is_logits = getattr(loss, "from_logits", False)
             problem = _problem(arrays.kind_of(loss), is_logits, values, _activation(symbol, output))
             if problem:
