@@ -6,6 +6,7 @@ a sum on one device if the replicas share a processor.
 """
 
 import re
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -29,8 +30,10 @@ __all__ = [
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
 
-# Strategies of several replicas that were made, until a model trains under one.
-_unused: "weakref.WeakSet[tf.distribute.Strategy]" = weakref.WeakSet()
+# Strategies of several replicas that were made, and whether a model trains under one. Such a
+# program knows scopes, and trains on one device on purpose.
+_made: "weakref.WeakSet[tf.distribute.Strategy]" = weakref.WeakSet()
+_is_one_used = threading.Event()
 
 
 def select_strategy(
@@ -94,20 +97,20 @@ def select_strategy(
         print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported
     if kind == "one":
         return tf.distribute.get_strategy()
-    if kind == "mirrored":
-        strategy = _mirrored(devices)
-        _unused.update([strategy] if strategy.num_replicas_in_sync > 1 else [])
-        return strategy
     if kind == "tpu":
         return tf.distribute.TPUStrategy(connect_tpu())
     if kind == "parameter_server":
         return _parameter_servers.connect()
-    from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
+    if kind == "mirrored":
+        strategy = _mirrored(devices)
+    else:
+        from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals
 
-    strategy = _multi_worker.start(
-        communication=communication, start_timeout_seconds=start_timeout_seconds
-    )
-    _unused.update([strategy] if strategy.num_replicas_in_sync > 1 else [])
+        strategy = _multi_worker.start(
+            communication=communication, start_timeout_seconds=start_timeout_seconds
+        )
+    if strategy.num_replicas_in_sync > 1:
+        _made.add(strategy)
     return strategy
 
 

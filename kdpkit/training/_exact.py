@@ -45,7 +45,7 @@ def replica_exact(
 
     Returns:
         The same model. On TensorFlow one that was built outside any strategy trains as before; it
-        raises if `kdpkit.strategies` has made one of several replicas that no model uses yet.
+        raises if `kdpkit.strategies` has made one of several replicas, and no model has used any.
 
     Raises:
         ValueError: `model` is not a Keras model, or its strategy is one that Keras' `fit` does not

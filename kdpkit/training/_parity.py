@@ -103,7 +103,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
         checks.fail("`build` must be a function that returns a new model.", build=build)
     dataset, one_device = _dataset(data), tf.distribute.get_strategy()
     strategy = strategies.select_strategy("mirrored", devices=replicas)
-    strategies._unused.clear()  # One device is what it compares with.
+    strategies._is_one_used.set()  # One device is what it compares with.
     example = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))[0]
 
     def train(strategy: tf.distribute.Strategy, *changes: Callable[[keras.Model], None]) -> _Run:

@@ -22,9 +22,10 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def _fresh_program():
-    strategies._unused.clear()
+    strategies._made.clear()
+    strategies._is_one_used.clear()
     yield
-    strategies._unused.clear()
+    strategies._is_one_used.set()
 
 
 def mirrored(replicas=2):
@@ -64,7 +65,7 @@ def test_a_model_outside_the_scope_raises_in_any_order(order, call, tmp_path):
 
 def test_a_model_that_enters_the_scope_only_to_train_raises():
     model, strategy = compiled(replica_exact(built())), mirrored()
-    strategies._unused.clear()  # as if the kit had not made it
+    strategies._made.clear()  # as if the kit had not made it
     with strategy.scope(), pytest.raises(ValueError, match="outside the strategy's scope"):
         model.fit(X, Y, verbose=0)
 
@@ -80,8 +81,8 @@ def test_one_device_is_compared_with_several_in_any_order():
     strategy = mirrored()
     trained_in(strategy)
     trained_in(None)
-    other = mirrored(3)
-    assert not trained_in(other).keys() ^ trained_in(None).keys()
+    other = mirrored(3)  # as in the cell of a notebook that is run again
+    assert not trained_in(None).keys() ^ trained_in(other).keys()
 
 
 def test_what_needs_no_scope_does_not_raise():
@@ -96,3 +97,11 @@ def test_what_needs_no_scope_does_not_raise():
 def test_a_strategy_that_is_gone_is_forgotten():
     mirrored()
     trained_in(None)
+
+
+def test_steps_that_the_user_compiles_train_on_one_device():
+    class OwnSteps(keras.Sequential):
+        def make_train_function(self):  # without `force`, as Keras calls it
+            return super().make_train_function()
+
+    compiled(replica_exact(OwnSteps([keras.layers.Dense(3)]))).fit(X, Y, verbose=0)

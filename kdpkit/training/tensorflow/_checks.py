@@ -38,9 +38,10 @@ def require_no_strategy(model: str) -> None:
     """Raise where a model of no strategy trains in a scope, or before any under the kit's own."""
     if tf.distribute.has_strategy():
         reject_scope("model", tf.distribute.get_strategy(), model=model)
-    if strategies._unused:
-        gc.collect()  # A strategy has circular references.
-    for strategy in strategies._unused:
+    if strategies._is_one_used.is_set() or not strategies._made:
+        return
+    gc.collect()  # A strategy has circular references.
+    for strategy in strategies._made:
         checks.fail(
             "The model was made outside the strategy's scope, and would train on one device.",
             model=model,

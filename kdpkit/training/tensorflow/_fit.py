@@ -61,10 +61,10 @@ def attach(
             setattr(model, name, functools.partial(_on_one_device, model, getattr(model, name)))
 
 
-def _on_one_device(model: keras.Model, make_function: Callable, force: bool = False) -> Any:
+def _on_one_device(model: keras.Model, make_function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Make a function of Keras', unless the model was meant for a strategy, which was forgotten."""
     _checks.require_no_strategy(model.name)
-    return make_function(force=force)
+    return make_function(*args, **kwargs)
 
 
 def _strategy_of(model: keras.Model) -> Any:

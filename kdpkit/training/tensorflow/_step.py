@@ -30,7 +30,7 @@ class Mesh:
             self.devices = ("",)
         self.num_parts = strategy.num_replicas_in_sync
         if self.num_parts > 1:
-            strategies._unused.clear()
+            strategies._is_one_used.set()
         self.num_processes = self.num_parts // len(self.devices)
         first = processes.index() * len(self.devices) if self.num_processes > 1 else 0
         self.local = range(first, first + len(self.devices))  # the parts of this process
