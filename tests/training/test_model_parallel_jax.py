@@ -45,7 +45,7 @@ FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each
     "Phi3": (GROUPED, 5),
     "Mixtral": (GROUPED | {"num_experts": 4, "top_k": 2}, 13),
     "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 11),
-    "Bart": (CLASSIC, 10),
+    "Bart": (CLASSIC, 11),
     # Their attention ends in a square matrix, or blocks share weights or relative positions.
     "Falcon": (SIZES | {"num_attention_heads": 4, "intermediate_dim": 128}, 5),
     "Bloom": (SIZES | {"num_heads": 4, "intermediate_dim": 128}, 5),
