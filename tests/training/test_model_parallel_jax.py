@@ -386,7 +386,9 @@ SUMS = {
     )[0],
     "under jit": jax.jit(lambda t, k: jax.checkpoint(normalized)(t, k[:5])),
     "segments": lambda t, k: jax.ops.segment_sum(normalized(t, k[:3, 0]), k[:3, 1], 64),
-    "maximum": lambda t, k: t.at[k[:3, 1]].max(normalized(t, k[:3, 0]) + 2),
+    # In numbers that do not round: JAX finds the entries that are the maximum by comparing, and XLA
+    # may compute what it compares twice, with other instructions.
+    "maximum": lambda t, k: t.at[k[:3, 1]].max(2 * t[k[:3, 0]] + 20),
     "of some columns": lambda t, k: (k[:3] * t[0, :8])[:, np.array([1, 1, 5])],
     "depthwise": depthwise,
     "strided": lambda t, k: depthwise(t, k, stride=2),
@@ -402,14 +404,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Right by itself, and once wrong after the other tests of a process: not understood yet.
-        pytest.param(name, marks=pytest.mark.xfail(strict=False) if name == "maximum" else ())
-        for name in SUMS
-    ],
-)
+@pytest.mark.parametrize("name", SUMS)
 def test_sums_that_xla_computes_wrong_are_those_of_one_device(name, shape):
     """docs/upstream/xla_grouped_convolutions.md and xla_adds_up_padding.md."""
     random = np.random.default_rng(0)
