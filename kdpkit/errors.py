@@ -23,6 +23,8 @@ LEFT_ALONE = 43
 class InputError(ValueError):
     """An argument, a model or a dataset is invalid; the message names it, its value and a fix."""
 
+    ag_pass_through = True  # TensorFlow's AutoGraph would raise another type.
+
 
 class ProcessLostError(RuntimeError):
     """Another process that this one trains with is gone."""

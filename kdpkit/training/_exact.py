@@ -1,31 +1,60 @@
-"""`replica_exact`: Keras' own `fit`, made to train on several devices what one device would."""
+"""`replica_exact`: `fit`, and steps of one's own, that train on several devices as on one."""
 
+import functools
 import importlib
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
 import keras
 
 from kdpkit._internal import checks
 
-Model = TypeVar("Model", bound=keras.Model)
+Trained = TypeVar("Trained", bound=Callable[..., Any])  # a model, or a function
+
+
+@overload
+def replica_exact(
+    model_or_function: Trained,
+    *,
+    batch_norm: str = ...,
+    divided: Sequence[keras.layers.Layer] = ...,
+    undivided: Sequence[keras.layers.Layer] = ...,
+    strategy: Any = ...,
+) -> Trained: ...
+
+
+@overload
+def replica_exact(
+    *,
+    batch_norm: str = ...,
+    divided: Sequence[keras.layers.Layer] = ...,
+    undivided: Sequence[keras.layers.Layer] = ...,
+    strategy: Any = ...,
+) -> Callable[[Trained], Trained]: ...
 
 
 def replica_exact(
-    model: Model,
+    model_or_function: Any = None,
     *,
     batch_norm: str = "global",
     divided: Sequence[keras.layers.Layer] = (),
     undivided: Sequence[keras.layers.Layer] = (),
-) -> Model:
-    """Make `fit`, `evaluate` and `predict` on several devices do what they do on one device.
+    strategy: Any = None,
+) -> Any:
+    """Make `fit`, or a step of your own, do on several devices what it does on one device.
 
     Call it once, before or after `compile`, on a model that was built for several devices: on
     TensorFlow inside `with strategy.scope():`, on JAX after
-    `keras.distribution.set_distribution(DataParallel())`. Then train as always. Each batch is
-    shared by the devices, and weights, losses and metrics equal those of one device, except for
-    rounding: for batches of any size, and for a `train_step` of your own, written as for one
-    device. The model is saved and loaded as before.
+    `keras.distribution.set_distribution(DataParallel())`. Then train as always, by `fit`,
+    `evaluate` and `predict`. Each batch is shared by the devices, and weights, losses and metrics
+    equal those of one device, except for rounding: for batches of any size, and for a `train_step`
+    of your own, written as for one device. The model is saved and loaded as before.
+
+    A loop of your own stays as it is, with a decorator on what it calls for each batch: a function
+    of global batches, with its tapes, optimizers and metrics, and without `strategy.run`. Other
+    arguments, and what it returns, are as on one device. On TensorFlow it is compiled as
+    `tf.function` does, with AutoGraph, on whichever side of the two `@tf.function` stands. Its
+    strategy is the one in whose scope it is decorated or first called.
 
     On TensorFlow the devices divide only calls of layers: of Keras' and KerasHub's layers, and of
     your own if a trial shows that they compute each example by itself. The first device computes
@@ -35,21 +64,24 @@ def replica_exact(
     Several processes: docs/how_to/several_processes.md.
 
     Args:
-        model: A Keras model: Sequential, functional, subclassed, or a KerasHub task.
+        model_or_function: A Keras model: Sequential, functional, subclassed, or a KerasHub task. Or
+            a function, also a method or a `tf.function`. Left out, the result is a decorator.
         batch_norm: `"global"` normalizes with the statistics of the complete batch, as one device
             does. `"replica"` normalizes with those of each device's examples, as stock Keras does
             on several devices, and warns once.
         divided: Layers to divide although a trial cannot show that they compute each example by
             itself.
         undivided: Layers that the first device is to compute for all examples.
+        strategy: On TensorFlow the strategy of a function that is decorated outside its scope.
 
     Returns:
-        The same model. On TensorFlow one that was built outside any strategy trains as before; it
-        raises if `kdpkit.strategies` has made one of several replicas, and no model has used any.
+        The same model, or a function that is called as the one given. On TensorFlow what was made
+        outside any strategy trains as before; it raises if `kdpkit.strategies` has made one of
+        several replicas, and no model has used any.
 
     Raises:
-        ValueError: `model` is not a Keras model, or its strategy is one that Keras' `fit` does not
-            support. On TensorFlow `fit` raises for a dataset that is empty, endless without
+        ValueError: It is neither a Keras model nor a function, or its strategy is one that is not
+            supported. On TensorFlow `fit` raises for a dataset that is empty, endless without
             `steps_per_epoch`, or not batched.
 
     >>> from kdpkit import strategies, testing
@@ -59,17 +91,31 @@ def replica_exact(
     ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     >>> history = model.fit(x, y, batch_size=5, verbose=0)  # shards of 2, 2, 1 and 0 examples
     """
+    settings: dict[str, Any] = {
+        "batch_norm": checks.one_of("batch_norm", batch_norm, ("global", "replica")),
+        "divided": _layers("divided", divided),
+        "undivided": _layers("undivided", undivided),
+    }
+    if model_or_function is None:
+        return functools.partial(replica_exact, **settings, strategy=strategy)
     backend = checks.backend("`replica_exact`", "tensorflow", "jax")
-    if not isinstance(model, keras.Model):
-        checks.fail("`model` must be a Keras model.", model=model)
-    batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
-    importlib.import_module(f"kdpkit.training.{backend}._fit").attach(
-        model,
-        batch_norm=batch_norm,
-        divided=_layers("divided", divided),
-        undivided=_layers("undivided", undivided),
-    )
-    return model
+    part = f"kdpkit.training.{backend}."
+    if isinstance(model_or_function, keras.Model):
+        if strategy is not None:
+            checks.fail(
+                "The strategy of a model is the one in whose scope it is made.", strategy=strategy
+            )
+        importlib.import_module(f"{part}_fit").attach(model_or_function, **settings)
+        return model_or_function
+    if not callable(model_or_function) or isinstance(model_or_function, type | keras.layers.Layer):
+        checks.fail(
+            "`replica_exact` takes a Keras model, or a function of a global batch.",
+            model_or_function=model_or_function,
+        )
+    if backend == "jax":
+        checks.fail("On JAX `replica_exact` takes a Keras model.", received=model_or_function)
+    exact_step = importlib.import_module(f"{part}_own_steps").exact_step
+    return exact_step(model_or_function, **settings, strategy=strategy)
 
 
 def _layers(name: str, layers: Sequence[keras.layers.Layer]) -> list[Any]:

@@ -584,7 +584,9 @@ def test_what_is_made_outside_of_the_scope_is_put_on_its_devices():
 
 
 def test_what_is_no_model_raises():
-    with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
+    with pytest.raises(
+        ValueError, match="a function of a global batch. Received: model_or_function=3"
+    ):
         replica_exact(3)
 
 

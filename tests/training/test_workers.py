@@ -78,7 +78,7 @@ def test_the_same_batches_pass_the_check_and_others_are_one_sentence(monkeypatch
 def test_fingerprints_of_batches_differ_by_any_part():
     ragged = tf.ragged.constant([[1], [2, 3]])
     batch = {"x": ragged, "y": tf.constant(["a", "b"]), "none": None}
-    one = np.array(_global_batches._fingerprint(batch)[0])
-    assert (one == np.array(_global_batches._fingerprint(batch)[0])).all()
+    one = np.array(_global_batches.fingerprinted(batch).fingerprint)
+    assert (one == np.array(_global_batches.fingerprinted(batch).fingerprint)).all()
     for change in ({"x": tf.ragged.constant([[1, 2], [3]])}, {"y": tf.constant(["a", "c"])}):
-        assert (one != np.array(_global_batches._fingerprint(batch | change)[0])).any()
+        assert (one != np.array(_global_batches.fingerprinted(batch | change).fingerprint)).any()

@@ -34,17 +34,36 @@ def reject_scope(owner: str, strategy: Any, **received: Any) -> NoReturn:
     )
 
 
-def require_no_strategy(model: str) -> None:
-    """Raise where a model of no strategy trains in a scope, or before any under the kit's own."""
+_STRATEGIES = (
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+)
+
+
+def require_supported(strategy: tf.distribute.Strategy) -> None:
+    if not isinstance(strategy, _STRATEGIES):
+        checks.fail(
+            "`replica_exact` does not work under this strategy; use MirroredStrategy or "
+            "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
+            strategy=type(strategy).__name__,
+        )
+
+
+def require_no_strategy(owner: str, name: str) -> None:
+    """Raise where what belongs to no strategy trains in a scope, or before any of the kit's own.
+
+    The owner is a "model" or a "step".
+    """
     if tf.distribute.has_strategy():
-        reject_scope("model", tf.distribute.get_strategy(), model=model)
+        reject_scope(owner, tf.distribute.get_strategy(), **{owner: name})
     if strategies._is_one_used.is_set() or not strategies._made:
         return
     gc.collect()  # A strategy has circular references.
     for strategy in strategies._made:
         checks.fail(
-            "The model was made outside the strategy's scope, and would train on one device.",
-            model=model,
+            f"The {owner} was made outside the strategy's scope, and would train on one device.",
+            **{owner: name},
             strategy=strategies.describe(strategy),
             remedy="Make it inside `with strategy.scope():`; for one device leave out "
             "`replica_exact`.",

@@ -24,14 +24,9 @@ from kdpkit.training.tensorflow import (
     _placeholders,
 )
 from kdpkit.training.tensorflow._policy import Policy
-from kdpkit.training.tensorflow._step import Mesh, Step
-from kdpkit.training.tensorflow._tracing import traced_once
+from kdpkit.training.tensorflow._step import Mesh
+from kdpkit.training.tensorflow._tracing import run_once
 
-_STRATEGIES = (
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
-)
 _KINDS = ("train", "test", "predict")
 
 
@@ -63,7 +58,7 @@ def attach(
 
 def _on_one_device(model: keras.Model, make_function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Make a function of Keras', unless the model was meant for a strategy, which was forgotten."""
-    _checks.require_no_strategy(model.name)
+    _checks.require_no_strategy("model", model.name)
     return make_function(*args, **kwargs)
 
 
@@ -74,12 +69,7 @@ def _strategy_of(model: keras.Model) -> Any:
         _checks.reject_scope("model", tf.distribute.get_strategy())
     if strategy is None:
         return None
-    if not isinstance(strategy, _STRATEGIES):
-        checks.fail(
-            "Keras cannot `fit` under this strategy; use MirroredStrategy or "
-            "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
-            strategy=type(strategy).__name__,
-        )
+    _checks.require_supported(strategy)
     _checks.require_scope("model", model.variables, strategy)
     return strategy
 
@@ -214,14 +204,10 @@ class _ExactSteps:
 
     def run_step(self, kind: str, data: Any) -> Any:
         """Run a step once, on the global batch: what Keras calls for the model's own."""
-        jit, is_one = bool(self.model.jit_compile), self.mesh.num_parts == 1
-        step = Step(self.mesh, self.policy, batch_norm=self.batch_norm, jit=jit and not is_one)
         data = _global_batches.checked_batch(self.mesh, data)
-        with traced_once(step, data), contextlib.ExitStack() as stack:
-            if jit and is_one:  # XLA draws several axes in another order.
-                count = _global_batches.examples_in_batch(data)
-                stack.enter_context(step.drawing_at(0, count, count))
-            return self.steps_of_model[kind](data)
+        function = functools.partial(self.steps_of_model[kind], data)
+        mesh, policy, jit = self.mesh, self.policy, bool(self.model.jit_compile)
+        return run_once(mesh, policy, function, data, batch_norm=self.batch_norm, jit=jit)
 
 
 def _of_kind(method: Callable, kind: str) -> Callable:

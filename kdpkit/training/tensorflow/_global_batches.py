@@ -95,8 +95,7 @@ def global_batches(
     join, num_devices = joining(dataset.element_spec), len(strategy.extended.worker_devices)
 
     def batch_for_each_device(*arguments: Any) -> Any:
-        batch = join(arguments)
-        element = FingerprintedBatch(batch, _fingerprint(batch))
+        element = fingerprinted(join(arguments))
         # The strategy takes one element for each device of this process, here the same one.
         return tf.data.Dataset.from_tensors(element).repeat(num_devices)
 
@@ -126,14 +125,15 @@ def examples_in_batch(batch: Any) -> Any:
     return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(1)
 
 
-def _fingerprint(batch: Any) -> Any:
-    """Return `[[1, hash]]`, with a hash that another batch is very unlikely to have."""
+def fingerprinted(batch: Any) -> FingerprintedBatch:
+    """Return a batch with its fingerprint, a hash that another batch is very unlikely to have."""
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
     hashes = tf.strings.join(
         [tf.strings.as_string(_hash(tf.io.serialize_tensor(leaf), 1 << 60)) for leaf in leaves],
         separator=" ",
     )
-    return [[tf.constant(1, tf.int64), _hash(hashes, _NUM_HASHES)]]
+    row = [tf.constant(1, tf.int64), _hash(hashes, _NUM_HASHES)]
+    return FingerprintedBatch(batch, [row])
 
 
 def _hash(text: Any, buckets: int) -> Any:

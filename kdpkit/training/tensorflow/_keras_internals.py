@@ -79,6 +79,17 @@ def inlined(function: Any) -> Any:
     return call
 
 
+def as_tf_function(function: Callable) -> Function:
+    return function if isinstance(function, Function) else tf.function(function)
+
+
+def recompiled(function: Function, python: Callable, jit: bool) -> Function:
+    """Return a `tf.function` with the same options, except XLA's, of another Python function."""
+    copy = function._clone(tf.autograph.experimental.do_not_convert(python))
+    copy._jit_compile = jit
+    return copy
+
+
 def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     """Return outputs whose gradients, for tapes, flow to the inputs by the given function.
 

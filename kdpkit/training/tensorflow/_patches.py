@@ -23,6 +23,7 @@ from tensorflow.python.framework import random_seed
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import (
     _batch_norm,
+    _checks,
     _gradients,
     _keras_internals,
     _layer_calls,
@@ -79,12 +80,12 @@ def _replica_context(original: Callable) -> Any:
 
 def _handle(original: Callable, variable: Any) -> Any:
     """Return the first copy's handle, for which tapes record the gradient of a variable."""
-    return variable.values[0].handle if _in_step_outside_update() else original(variable)
+    return variable.values[0].handle if _in_step_outside_update(variable) else original(variable)
 
 
 def _read(original: Callable, variable: Any) -> Any:
     """Read the first copy of a variable, which tapes watch, wherever it is read."""
-    if not _in_step_outside_update():
+    if not _in_step_outside_update(variable):
         return original(variable)
     _losses_and_metrics.count_once(variable)
     first = variable.values[0]
@@ -93,18 +94,39 @@ def _read(original: Callable, variable: Any) -> Any:
 
 def _aggregation(original: Callable, variable: Any) -> Any:
     """Let a step count once what TensorFlow adds up over the replicas."""
-    if _in_step_outside_update():
+    if _in_step_outside_update(variable):
         _losses_and_metrics.count_once(variable)
     return original(variable)
 
 
-def _in_step_outside_update() -> bool:
+def _in_step_outside_update(variable: Any) -> bool:
     """Return whether this thread traces a step, and is not updating a variable."""
+    if step := getattr(_of_no_strategy, "step", ""):
+        strategy = variable.distribute_strategy
+        _checks.reject_scope("step", strategy, step=step, variable=variable.name)
     return (
         current_step() is not None
         and tf.distribute.in_cross_replica_context()
         and distribute_lib.get_update_replica_id() is None
     )
+
+
+_of_no_strategy = threading.local()
+
+
+def rejecting_strategies(function: Callable, step: str) -> Callable:
+    """Return a function of no strategy, which raises where it uses the variable of one."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with installed():
+            _of_no_strategy.step = step
+            try:
+                return function(*args, **kwargs)
+            finally:
+                del _of_no_strategy.step
+
+    return run
 
 
 def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:

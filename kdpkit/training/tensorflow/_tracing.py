@@ -1,14 +1,28 @@
 """One trace of a step: on all examples, in the cross-replica context, as on one device."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit.training.tensorflow import _gradients, _losses_and_metrics, _patches
+from kdpkit.training.tensorflow._global_batches import examples_in_batch
 from kdpkit.training.tensorflow._keras_internals import updated_once
-from kdpkit.training.tensorflow._step import Step, graph, key, running
+from kdpkit.training.tensorflow._step import Mesh, Step, graph, key, running
+
+
+def run_once(
+    mesh: Mesh, policy: Any, function: Callable, batch: Any, *, batch_norm: str, jit: bool
+) -> Any:
+    """Run a step on a global batch, once for all devices; with `jit` XLA compiles what it can."""
+    is_one = mesh.num_parts == 1
+    step = Step(mesh, policy, batch_norm=batch_norm, jit=jit and not is_one)
+    with traced_once(step, batch), contextlib.ExitStack() as stack:
+        if jit and is_one:  # XLA draws several axes in another order.
+            count = examples_in_batch(batch)
+            stack.enter_context(step.drawing_at(0, count, count))
+        return function()
 
 
 @contextlib.contextmanager
