@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import callbacks, pipelines, testing
-from kdpkit.training import TrainingLoop
+from kdpkit.training import replica_exact
 from tests import process_programs
 
 EXAMPLES = 61  # the last of eight batches is smaller
@@ -56,7 +56,7 @@ class Examples(keras.metrics.Metric):
         self.total.assign_add(keras.ops.cast(keras.ops.shape(y_pred)[0], "float32"))
 
     def result(self):
-        return self.total
+        return 1.0 * self.total  # Keras would read the variable itself after validation.
 
 
 def falling(steps):
@@ -64,21 +64,53 @@ def falling(steps):
     return keras.optimizers.schedules.PolynomialDecay(0.05, steps, end_learning_rate=0.0)
 
 
-class Slope(TrainingLoop):
-    """A loss whose gradient is 1: every update takes its rate off the weight."""
+def slope(products):
+    """Return a loss whose gradient is 1: every update takes its rate off the weight.
 
-    products = 0  # to compute in a step, so that it lasts
+    A step that computes some products lasts.
+    """
 
-    def per_example_loss(self, x, y, *, training):
-        predictions = self.model(x, training=training)
+    def loss(_, predictions):
         tf.print("takes a step")
         large = tf.random.stateless_uniform([512, 512], [0, 0])
         _, last = tf.while_loop(
-            lambda i, _: i < self.products,
+            lambda i, _: i < products,
             lambda i, product: (i + 1, tf.tanh(product @ product)),
             (0, large),
         )
-        return predictions[:, 0] + 0.0 * tf.stop_gradient(tf.reduce_mean(last)), predictions
+        return predictions[:, 0] + 0.0 * tf.stop_gradient(tf.reduce_mean(last))
+
+    return loss
+
+
+class OwnStep(keras.Sequential):
+    """Has two optimizers, and logs that are results of metrics, and one that is not."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.other, self.tracker = keras.optimizers.SGD(falling(16)), keras.metrics.Mean()
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.compute_loss(*data[:1], data[1], self(data[0])))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply(gradients[:1], weights[:1])
+        self.other.apply(gradients[1:], weights[1:])
+        self.tracker.update_state(loss)
+        return {"mean": self.tracker.result(), "last": loss}
+
+
+def train_own(strategy):
+    """Train by a step of one's own."""
+    with strategy.scope():
+        model = replica_exact(OwnStep(process_programs.classifier().layers))
+    model.compile("adam", process_programs.LOSS, steps_per_execution=3)
+    data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(EXAMPLES)).batch(8)
+    history = model.fit(data, epochs=2, verbose=0).history
+    counts = [int(one.iterations.numpy()) for one in (model.optimizer, model.other)]
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return {"history": history, "iterations": counts, "weights": weights}
 
 
 def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
@@ -97,18 +129,14 @@ def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
         train, watching = resume.track(train), [noting, resume]
     x, y = testing.toy_classification(21, seed=1)
     held_out = tf.data.Dataset.from_tensor_slices((x, y, np.linspace(0.0, 1.0, 21))).batch(4)
-    found = process_programs.by_loop(
-        model,
-        train,
-        held_out,
-        epochs=epochs,
-        callbacks=watching,
-        optimizer=keras.optimizers.Adam(falling(8 * epochs), global_clipnorm=0.5),
-        metrics=["accuracy", Examples()],
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
-        strategy=strategy,
-        steps_per_loop=4,
-        accumulation=2,
+    compiled = {
+        "optimizer": keras.optimizers.Adam(falling(8 * epochs), global_clipnorm=0.5),
+        "metrics": ["accuracy", Examples()],
+        "weighted_metrics": [keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+        "steps_per_execution": 4,
+    }
+    found = process_programs.by_fit(
+        model, train, held_out, epochs=epochs, callbacks=watching, compiled=compiled
     )
     return found | {"iterations": int(model.optimizer.iterations.numpy()), "seen": noting.seen}
 
@@ -118,19 +146,14 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((1,)), layer])
-    loop = Slope(
-        model,
-        optimizer=keras.optimizers.SGD(falling(epochs * steps)),
-        loss=None,
-        metrics=[Examples()],
-        strategy=strategy,
-        steps_per_loop=steps // 2,
-    )
-    loop.products = products
+    model = replica_exact(model)
+    optimizer = keras.optimizers.SGD(falling(epochs * steps))
+    execution = {"steps_per_execution": steps // 2}
+    model.compile(optimizer, slope(products), metrics=[Examples()], **execution)
     x = np.ones((8 * steps, 1), "float32")
     train = tf.data.Dataset.from_tensor_slices((x, x)).batch(8).repeat()
     noting = Noting(until=until)
-    history = loop.fit(train, steps_per_epoch=steps, epochs=epochs, callbacks=[noting], verbose=0)
+    history = model.fit(train, steps_per_epoch=steps, epochs=epochs, callbacks=[noting], verbose=0)
     return {
         "examples": history.history["examples"],
         "weight": float(model.get_weights()[0][0, 0]),
@@ -141,7 +164,7 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
 
 def main():
     strategy = strategies.select_strategy("parameter_server")
-    runs = {"classifier": train_classifier, "slope": train_slope}
+    runs = {"classifier": train_classifier, "own": train_own, "slope": train_slope}
     for name, settings in json.loads(sys.argv[1]):
         print(json.dumps(runs[name](strategy, **settings), default=float), flush=True)
 

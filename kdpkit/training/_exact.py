@@ -60,6 +60,9 @@ def replica_exact(
     your own if a trial shows that they compute each example by itself. The first device computes
     everything else, and with `run_eagerly=True` everything.
 
+    Under `ParameterServerStrategy` workers train on a batch each, asynchronously:
+    docs/how_to/parameter_servers.md.
+
     Which layers are divided, random numbers, XLA, limits: docs/explanation/what_stays_exact.md.
     Several processes: docs/how_to/several_processes.md.
 

@@ -45,7 +45,7 @@ def require_supported(strategy: tf.distribute.Strategy) -> None:
     if not isinstance(strategy, _STRATEGIES):
         checks.fail(
             "`replica_exact` does not work under this strategy; use MirroredStrategy or "
-            "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
+            "MultiWorkerMirroredStrategy, or for a model ParameterServerStrategy.",
             strategy=type(strategy).__name__,
         )
 

@@ -22,6 +22,7 @@ from kdpkit.training.tensorflow import (
     _optimizers,
     _patches,
     _placeholders,
+    _servers,
 )
 from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._step import Mesh
@@ -48,7 +49,7 @@ def attach(
                     method=f"{type(model).__name__}.{name}",
                     remedy=f"Override `{kind}_step`, which is given a batch, in its place.",
                 )
-        if strategy.num_replicas_in_sync > 1:
+        if strategy.num_replicas_in_sync > 1 or _is_asynchronous(strategy):
             _checks.reject_states_of_examples(model)
         _ExactSteps(model, strategy, policy, batch_norm=batch_norm).attach()
     else:
@@ -69,9 +70,14 @@ def _strategy_of(model: keras.Model) -> Any:
         _checks.reject_scope("model", tf.distribute.get_strategy())
     if strategy is None:
         return None
-    _checks.require_supported(strategy)
+    if not _is_asynchronous(strategy):
+        _checks.require_supported(strategy)
     _checks.require_scope("model", model.variables, strategy)
     return strategy
+
+
+def _is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
 class _ExactSteps:
@@ -87,6 +93,7 @@ class _ExactSteps:
     ) -> None:
         self.model, self.strategy, self.policy = model, strategy, policy
         self.mesh, self.batch_norm = Mesh(strategy), batch_norm
+        self.workers = _servers.Workers(model, strategy) if _is_asynchronous(strategy) else None
         self.is_users_step: dict[str, bool] = {}
         self.steps_of_model: dict[str, Callable] = {}
         self.replacements: dict[str, Callable] = {}
@@ -100,7 +107,7 @@ class _ExactSteps:
             setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            setattr(model, name, _exact(model, getattr(model, name), self.strategy))
+            setattr(model, name, _exact(model, getattr(model, name), self.strategy, self.workers))
 
     def replace_step(self, kind: str) -> None:
         """Replace the model's step of a kind, which the user may have set since."""
@@ -178,6 +185,10 @@ class _ExactSteps:
         if getattr(model, name) is not None and not force:
             return
         self.update(kind)
+        if self.workers:
+            step, is_users = self.steps_of_model[kind], self.is_users_step[kind]
+            setattr(model, name, self.workers.function(kind, step, is_users=is_users))
+            return
         if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
             _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
         is_one = self.mesh.num_parts == 1
@@ -215,7 +226,9 @@ def _of_kind(method: Callable, kind: str) -> Callable:
     return lambda *args, **kwargs: method(kind, *args, **kwargs)
 
 
-def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strategy) -> Callable:
+def _exact(
+    model: keras.Model, method: Callable, strategy: tf.distribute.Strategy, workers: Any
+) -> Callable:
     """Return `fit`, `evaluate` or `predict` on the global batches of a checked dataset.
 
     Keras asks the strategy to distribute a dataset, and the strategy asks `_global_batches`. Of
@@ -237,6 +250,7 @@ def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strateg
             _checks.check_dataset(name, arguments.get(name), **{steps: arguments.get(steps)})
         with (
             processes.explain_lost_process() if spans_processes else contextlib.nullcontext(),
+            workers.running() if workers else contextlib.nullcontext(),
             _keras_internals.replaced(strategy, "experimental_distribute_dataset", distribute),
             _patches.installed(),
         ):
