@@ -22,8 +22,9 @@ parser = experiment.argument_parser(
     per_replica_batch_size=64,
     base_learning_rate=2e-3,
 )
-calls = "steps of all workers between calls of the callbacks, such as 16 per worker"
-parser.add_argument("--steps-per-loop", type=experiment.positive_integer, default=1, help=calls)
+calls = "steps of all workers between calls of the callbacks; 1 stands for 16 of each worker"
+number = experiment.positive_integer
+parser.add_argument("--steps-per-execution", type=number, default=1, help=calls)
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -70,28 +71,27 @@ def main(argv=None):
     test = pipelines.eval_pipeline(held_out, global_batch_size=size)
     steps = len(train)
 
-    with strategy.scope():
-        model = build_model(images.shape[1:], splits.classes)
     rate = schedules.warmup_cosine(
         plan.learning_rate, total_steps=steps * args.epochs, warmup_steps=steps // 2
     )
-    loop = training.TrainingLoop(
-        model,
-        optimizer=keras.optimizers.Adam(rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        strategy=strategy,
-        steps_per_loop=args.steps_per_loop,
-    )
+    with strategy.scope():
+        model = training.replica_exact(build_model(images.shape[1:], splits.classes))
+        model.compile(
+            optimizer=keras.optimizers.Adam(rate),
+            loss=keras.losses.SparseCategoricalCrossentropy(),
+            metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+            steps_per_execution=args.steps_per_execution,
+        )
     record = experiment.Recorder(args, model, strategy, plan)
-    loop.fit(
+    model.fit(
         record.resumed(train),
-        test,
+        validation_data=test,
         epochs=args.epochs,
         callbacks=record.callbacks,
         verbose=record.verbose,
+        shuffle=False,  # the pipeline shuffles
     )
-    results = record.results(test=loop.evaluate(test, verbose=0))
+    results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
     return results
