@@ -140,24 +140,22 @@ def _try(name: str) -> str:
 
 
 def _trained(data: Any, strategy: Any) -> tuple[Any, Any]:
-    """Train a small model, both steps in one loop, and return its weights before and after."""
+    """Train a small model, both steps in one execution; return its weights before and after."""
     import keras
 
     from kdpkit import testing
-    from kdpkit.training import TrainingLoop
+    from kdpkit.training import replica_exact
 
     with strategy.scope():
-        model = testing.tiny_classifier()
-    loop = TrainingLoop(
-        model,
-        optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        strategy=strategy,
-        steps_per_loop=2,
-        jit_compile="auto" if keras.backend.backend() == "jax" else False,
-    )
-    start = model.get_weights()
-    loop.fit(data, epochs=1, verbose=0)
+        model = replica_exact(testing.tiny_classifier())
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=2,
+            jit_compile="auto" if keras.backend.backend() == "jax" else False,
+        )
+        start = model.get_weights()
+        model.fit(data, epochs=1, verbose=0, shuffle=False)
     return start, model.get_weights()
 
 
