@@ -79,6 +79,8 @@ def trained(
         return process_programs.by_loop(model, train, test, strategy=strategy, **settings)
     keras.distribution.set_distribution(strategy)
     try:
+        if by == "step":
+            return process_programs.by_step(model, train, epochs=epochs)
         return process_programs.by_fit(model, train, test, **settings)
     finally:
         keras.distribution.set_distribution(None)

@@ -27,6 +27,7 @@ ON_JAX = {
     ],
     "exact": [
         "tests/training/test_exact.py",
+        "tests/training/test_own_steps_jax.py",
         "tests/training/test_shards_jax.py",
         "tests/training/test_model_parallel_jax.py",
         "tests/training/test_users_arrays.py",

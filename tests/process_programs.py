@@ -59,6 +59,38 @@ def by_loop(model, train, held_out, *, epochs, callbacks=(), examples=None, **se
     return results(model, fitted.history, evaluated, loop.predict(held_out, verbose=0)[:examples])
 
 
+def by_step(model, train, *, epochs):
+    """Train on JAX in a loop of one's own."""
+    import jax
+
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+
+    def loss_fn(trainable, others, x, y):
+        logits, others, losses = model.stateless_call(
+            trainable, others, x, training=True, return_losses=True
+        )
+        return LOSS(y, logits) + sum(losses), others
+
+    @replica_exact
+    def step(state, x, y, key):
+        trainable, others, slots = state
+        x += 0.1 * jax.random.normal(key, x.shape)
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, others), grads = grad_fn(trainable, others, x, y)
+        trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
+        return loss, (trainable, others, slots)
+
+    groups = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+    state, losses = tuple([v.value for v in group] for group in groups), []
+    for _ in range(epochs):
+        for index in range(len(train)):
+            loss, state = step(state, *train[index], jax.random.key(index))
+            losses.append(float(loss))
+        train.on_epoch_end()
+    return {"losses": losses, "state": jax.tree.map(lambda a: np.asarray(a).tolist(), state)}
+
+
 def results(model, history, evaluated, predicted):
     return {
         "history": history,

@@ -22,11 +22,13 @@ from kdpkit.sharding import join_processes
 from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
-RUNS = {"loop": {"by": "loop", "accumulation": 2}, "fit": {"by": "fit"}}
+RUNS = {"loop": {"by": "loop", "accumulation": 2}, "fit": {"by": "fit"}, "step": {"by": "step"}}
 UNEVEN = [{}, {"examples": 48}]  # what differs between two processes
 DISAGREE = {
     "uneven, fit": {"by": "fit", "own_data": UNEVEN},
     "alike, loop": {"by": "loop", "own_data": [{"same_data": True}] * 2},
+    "alike, step": {"by": "step", "own_data": [{"same_data": True}] * 2},
+    "seed, step": {"by": "step", "seeds": [0, 1]},
     "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
     "seed, fit": {"by": "fit", "seeds": [0, 1]},
     "alone, fit": {"by": "fit", "groups_of": [0, 0]},
@@ -80,6 +82,7 @@ def two(tmp_path_factory):
         runs = {
             "loop": RUNS["loop"] | {"monitors": True, "shard": "weights", "steps_per_loop": 3},
             "fit": RUNS["fit"],
+            "step": RUNS["step"],
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
         with together(2, *runs.values(), {"fails_at": 2, "seeds": [0, 0]}) as started:
@@ -115,6 +118,8 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
         ("uneven, fit", "The number of batches of `x`, and their shapes, must be the same"),
         ("alike, loop", "The first batch of `train` must differ between processes"),
         ("end, loop", "The number of batches of `train` must be the same in all processes"),
+        ("alike, step", "The first batch of a step must differ between processes"),
+        ("seed, step", "A variable has not the same value in all processes"),
         ("seed, fit", "A variable has not the same value in all processes"),
         ("alone, fit", "each process would train a model of its own"),
         ("groups, fit", "devices that share the model must be of one process"),

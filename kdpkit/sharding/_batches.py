@@ -74,6 +74,8 @@ def split_examples(batch: Any, mesh: Mesh) -> Any:
     uneven = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def split(part: Any) -> Any:
+        if not part.ndim:
+            return part
         is_even = part.shape[0] % shards.batch_shards(mesh) == 0
         return jax.lax.with_sharding_constraint(part, even if is_even else uneven)
 

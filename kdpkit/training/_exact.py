@@ -56,6 +56,12 @@ def replica_exact(
     `tf.function` does, with AutoGraph, on whichever side of the two `@tf.function` stands. Its
     strategy is the one in whose scope it is decorated or first called.
 
+    On JAX it is a function of state and batch, which is compiled as `jax.jit` does, with the
+    settings of a `@jax.jit` below it. A batch is an argument whose arrays have one length and are
+    on no device yet, or on one; it is divided along its first axis. All else, and the first of
+    several arguments, is state: it is put on all devices, or stays as it is sharded there. With
+    several processes batches are NumPy arrays, of the examples that each process has.
+
     On TensorFlow the devices divide only calls of layers: of Keras' and KerasHub's layers, and of
     your own if a trial shows that they compute each example by itself. The first device computes
     everything else, and with `run_eagerly=True` everything.
@@ -75,7 +81,8 @@ def replica_exact(
         divided: Layers to divide although a trial cannot show that they compute each example by
             itself.
         undivided: Layers that the first device is to compute for all examples.
-        strategy: On TensorFlow the strategy of a function that is decorated outside its scope.
+        strategy: The strategy of a function that is decorated outside its scope. On JAX a
+            distribution, or a `jax.sharding.Mesh`.
 
     Returns:
         The same model, or a function that is called as the one given. On TensorFlow what was made
@@ -115,8 +122,6 @@ def replica_exact(
             "`replica_exact` takes a Keras model, or a function of a global batch.",
             model_or_function=model_or_function,
         )
-    if backend == "jax":
-        checks.fail("On JAX `replica_exact` takes a Keras model.", received=model_or_function)
     exact_step = importlib.import_module(f"{part}_own_steps").exact_step
     return exact_step(model_or_function, **settings, strategy=strategy)
 

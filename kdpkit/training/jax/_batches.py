@@ -1,8 +1,6 @@
 """The batches of a dataset on JAX: epoch by epoch, on the devices, and in several processes."""
 
-import functools
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from kdpkit._internal import checks, processes
 from kdpkit.sharding._batches import place_batch, place_batches
 from kdpkit.training._keras_internals import get_data_adapter
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES
+from kdpkit.training.jax._process_checks import check_batches, shapes_of
 
 
 class Source:
@@ -52,7 +51,7 @@ class Source:
             )
         _check_batch(name, self._first)
         if processes.count() > 1:
-            _check_across_processes(name, self.length, self._first)
+            check_batches(f"`{name}`", self.length, self._first)
 
     @property
     def length(self) -> int | None:
@@ -128,46 +127,6 @@ def _check_batch(name: str, batch: Any) -> None:
             f"`{name}` gives text, and JAX has numbers only; look text up in the pipeline.",
             dtypes=sorted(kinds),
         )
-
-
-def _check_across_processes(name: str, length: int | None, first: Any) -> None:
-    """Compare the data of all processes, which must all call this.
-
-    It raises in all of them if lengths or shapes differ, with which JAX would hang, or if two have
-    the same examples, which would be trained on twice.
-    """
-    shapes = zlib.crc32(repr(shapes_of(first)).encode())
-    processes.require_equal(
-        f"The number of batches of `{name}`, and their shapes,",
-        (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
-        remedy="Give every process equally many batches of equally many examples, as "
-        "`kdpkit.batches.ArrayBatches` does.",
-    )
-    checksum = functools.reduce(
-        lambda checksum, leaf: zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum),
-        jax.tree.leaves(first),
-        0,
-    )
-    processes.require_different(
-        f"The first batch of `{name}`",
-        checksum,
-        remedy="Give every process examples of its own, as `kdpkit.batches.ArrayBatches` does with "
-        "`process_count` and `process_index`; else each example is trained on more than once.",
-    )
-
-
-def check_across_processes(name: str, data: Any) -> None:
-    """Compare the data of `fit`, `evaluate` or `predict`, if reading a batch consumes nothing."""
-    if processes.count() == 1:
-        return
-    if isinstance(data, keras.utils.PyDataset):
-        _check_across_processes(name, data.num_batches, data[0])
-    elif isinstance(data, np.ndarray | jax.Array):
-        _check_across_processes(name, len(data), data[:8])
-
-
-def shapes_of(batch: Any) -> list[tuple[int, ...]]:
-    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
 
 
 class Batches:

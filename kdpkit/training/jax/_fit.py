@@ -5,7 +5,6 @@ predicts, the model has no weights: after an error or Ctrl-C they are lost.
 """
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +19,8 @@ from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
-from kdpkit.training.jax._batches import check_across_processes
 from kdpkit.training.jax._lowering import divide_sums
+from kdpkit.training.jax._process_checks import check_across_processes, require_same_mesh
 
 
 def attach(
@@ -37,11 +36,7 @@ def attach(
         return
     distribution = keras.distribution.distribution()
     mesh = as_mesh(distribution)
-    processes.require_equal(
-        "The devices of the distribution",
-        [zlib.crc32(repr((mesh.shape, mesh.devices)).encode())],
-        remedy="Set the same in every process.",
-    )
+    require_same_mesh(mesh)
     if distribution is not None:
         divide_sums(mesh)
         names = ("per_process_batch", "layout", "batch_dim_name")
@@ -90,14 +85,14 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
-        _check_distribution(mesh)
+        check_distribution(mesh)
         return step(state, split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
 
 
-def _check_distribution(mesh: Mesh) -> None:
+def check_distribution(mesh: Mesh) -> None:
     """Raise if another distribution is set now than when `replica_exact` was called."""
     distribution = keras.distribution.distribution()
     if distribution is not None and as_mesh(distribution) != mesh:
@@ -166,7 +161,7 @@ def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) ->
 
     @functools.wraps(method)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        _check_distribution(mesh)
+        check_distribution(mesh)
         _check_data(*args, **kwargs)
         if distribution is not None:
             _place(model, distribution)

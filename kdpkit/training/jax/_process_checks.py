@@ -1,0 +1,60 @@
+"""What several processes compare before they train, since JAX hangs where they disagree."""
+
+import functools
+import zlib
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from kdpkit._internal import processes
+
+
+def require_same_mesh(mesh: Mesh) -> None:
+    processes.require_equal(
+        "The devices of the distribution",
+        [zlib.crc32(repr((mesh.shape, mesh.devices)).encode())],
+        remedy="Set the same in every process.",
+    )
+
+
+def check_batches(name: str, length: int | None, first: Any) -> None:
+    """Compare the data of all processes, which must all call this.
+
+    It raises in all of them if lengths or shapes differ, with which JAX would hang, or if two have
+    the same examples, which would be trained on twice.
+    """
+    shapes = zlib.crc32(repr(shapes_of(first)).encode())
+    processes.require_equal(
+        f"The number of batches of {name}, and their shapes,",
+        (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
+        remedy="Give every process equally many batches of equally many examples, as "
+        "`kdpkit.batches.ArrayBatches` does.",
+    )
+    checksum = functools.reduce(
+        lambda checksum, leaf: zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum),
+        jax.tree.leaves(first),
+        0,
+    )
+    processes.require_different(
+        f"The first batch of {name}",
+        checksum,
+        remedy="Give every process examples of its own, as `kdpkit.batches.ArrayBatches` does with "
+        "`process_count` and `process_index`; else each example is trained on more than once.",
+    )
+
+
+def check_across_processes(name: str, data: Any) -> None:
+    """Compare the data of `fit`, `evaluate` or `predict`, if reading a batch consumes nothing."""
+    if processes.count() == 1:
+        return
+    if isinstance(data, keras.utils.PyDataset):
+        check_batches(f"`{name}`", data.num_batches, data[0])
+    elif isinstance(data, np.ndarray | jax.Array):
+        check_batches(f"`{name}`", len(data), data[:8])
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
