@@ -39,6 +39,7 @@ ON_JAX = {
     ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
+        "tests/training/test_without_logits.py",
         "tests/training/test_masked_lm.py",
     ],
 }

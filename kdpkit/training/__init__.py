@@ -1,9 +1,10 @@
 """Training on several devices that equals training on one device.
 
 `replica_exact` makes Keras' own `fit` exact, `TrainingLoop` is a loop with a step of your own, and
-`MaskedLMLoop` one for masked language models. `global_mean_loss` is the loss of a loop that you
-write yourself, `linear_cross_entropy` that of a large vocabulary. `check_parity` reports whether
-several devices train what one device trains. Each loads its framework on first use.
+`MaskedLMLoop` one for masked language models. `without_logits` keeps the logits of a language model
+out of memory. `global_mean_loss` is the loss of a loop that you write yourself,
+`linear_cross_entropy` that of a large vocabulary. `check_parity` reports whether several devices
+train what one device trains. Each loads its framework on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
     from kdpkit.training._parity import check_parity
+    from kdpkit.training._without_logits import without_logits
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
@@ -25,6 +27,7 @@ _HOMES = {
     "global_mean_loss": "_losses",
     "linear_cross_entropy": "_linear_cross_entropy",
     "replica_exact": "_exact",
+    "without_logits": "_without_logits",
 }
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "global_mean_loss",
     "linear_cross_entropy",
     "replica_exact",
+    "without_logits",
 ]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not
