@@ -23,6 +23,7 @@ from kdpkit.training.tensorflow import (
     _patches,
     _placeholders,
     _servers,
+    _tpu_steps,
 )
 from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._step import Mesh
@@ -70,7 +71,7 @@ def _strategy_of(model: keras.Model) -> Any:
         _checks.reject_scope("model", tf.distribute.get_strategy())
     if strategy is None:
         return None
-    if not _is_asynchronous(strategy):
+    if not _is_asynchronous(strategy) and not isinstance(strategy, _tpu_steps.STRATEGIES):
         _checks.require_supported(strategy)
     _checks.require_scope("model", model.variables, strategy)
     return strategy
@@ -94,6 +95,7 @@ class _ExactSteps:
         self.model, self.strategy, self.policy = model, strategy, policy
         self.mesh, self.batch_norm = Mesh(strategy), batch_norm
         self.workers = _servers.Workers(model, strategy) if _is_asynchronous(strategy) else None
+        self.is_on_tpu = isinstance(strategy, _tpu_steps.STRATEGIES)
         self.is_users_step: dict[str, bool] = {}
         self.steps_of_model: dict[str, Callable] = {}
         self.replacements: dict[str, Callable] = {}
@@ -107,7 +109,7 @@ class _ExactSteps:
             setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            setattr(model, name, _exact(model, getattr(model, name), self.strategy, self.workers))
+            setattr(model, name, self.exact(getattr(model, name)))
 
     def replace_step(self, kind: str) -> None:
         """Replace the model's step of a kind, which the user may have set since."""
@@ -150,7 +152,7 @@ class _ExactSteps:
         if tracker is not None and not _checks.is_in_scope(tracker.variables, self.strategy):
             with self.strategy.scope():  # As in `compile` it is none of the model's metrics.
                 object.__setattr__(model, "_loss_tracker", keras.metrics.Mean(name="loss"))
-        for metric in _library_layers.metrics_of(model):
+        for metric in () if self.is_on_tpu else _library_layers.metrics_of(model):
             for variable in metric.variables:
                 _losses_and_metrics.count_once(variable)
 
@@ -189,9 +191,9 @@ class _ExactSteps:
             step, is_users = self.steps_of_model[kind], self.is_users_step[kind]
             setattr(model, name, self.workers.function(kind, step, is_users=is_users))
             return
-        if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
+        if kind == "train" and (self.batch_norm == _batch_norm.REPLICA or self.is_on_tpu):
             _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
-        is_one = self.mesh.num_parts == 1
+        is_one = self.mesh.num_parts == 1 and not self.is_on_tpu
         with _keras_internals.replaced(model, "_jit_compile", is_one and model.jit_compile):
             getattr(type(model), f"make_{kind}_function")(model, force=True)
         compiled = getattr(model, name)
@@ -200,7 +202,9 @@ class _ExactSteps:
             if model.run_eagerly:  # Callbacks may change the model before each step.
                 self.update(kind)
             with (
-                _keras_internals.once_for_all_replicas(self.strategy),
+                _tpu_steps.added_up(model, is_users=self.is_users_step[kind])
+                if self.is_on_tpu
+                else _keras_internals.once_for_all_replicas(self.strategy),
                 _global_batches.explaining_differences(),
             ):
                 return compiled(batches)
@@ -214,52 +218,58 @@ class _ExactSteps:
         self.adopt()
 
     def run_step(self, kind: str, data: Any) -> Any:
-        """Run a step once, on the global batch: what Keras calls for the model's own."""
+        """Run a step once, on the global batch: what Keras calls for the model's own.
+
+        On a TPU Keras calls it in each replica.
+        """
+        step = self.steps_of_model[kind]
+        if self.is_on_tpu:
+            return _tpu_steps.run_step(step, data)
         data = _global_batches.checked_batch(self.mesh, data)
-        function = functools.partial(self.steps_of_model[kind], data)
+        function = functools.partial(step, data)
         mesh, policy, jit = self.mesh, self.policy, bool(self.model.jit_compile)
         return run_once(mesh, policy, function, data, batch_norm=self.batch_norm, jit=jit)
+
+    def exact(self, method: Callable) -> Callable:
+        """Return `fit`, `evaluate` or `predict` on the global batches of a checked dataset.
+
+        Keras asks the strategy to distribute a dataset, and the strategy asks `_global_batches`,
+        except on a TPU. Of several processes only the first writes and reports.
+        """
+        strategy = self.strategy
+        spans_processes = _global_batches.spans_processes(strategy)
+        distribute: Any = functools.partial(_global_batches.global_batches, strategy)
+        if self.is_on_tpu:
+            distribute = strategy.experimental_distribute_dataset
+        number_of_steps = "steps_per_epoch" if method.__name__ == "fit" else "steps"
+
+        @functools.wraps(method)
+        def exact(*args: Any, **settings: Any) -> Any:
+            if spans_processes:
+                settings = _callbacks.settings_of_this_process(settings)
+            try:
+                arguments = inspect.signature(method).bind(*args, **settings).arguments | settings
+            except TypeError:  # which the method raises below
+                arguments = {}
+            for name, steps in (("x", number_of_steps), ("validation_data", "validation_steps")):
+                _checks.check_dataset(name, arguments.get(name), **{steps: arguments.get(steps)})
+            with (
+                processes.explain_lost_process() if spans_processes else contextlib.nullcontext(),
+                self.workers.running() if self.workers else contextlib.nullcontext(),
+                _keras_internals.replaced(strategy, "experimental_distribute_dataset", distribute),
+                _patches.installed(),
+            ):
+                try:
+                    return method(*args, **settings)
+                finally:
+                    _optimizers.copy_state(self.model)
+
+        return exact
 
 
 def _of_kind(method: Callable, kind: str) -> Callable:
     """Return a method for one kind of step, as a function: a `partial` has no code of its own."""
     return lambda *args, **kwargs: method(kind, *args, **kwargs)
-
-
-def _exact(
-    model: keras.Model, method: Callable, strategy: tf.distribute.Strategy, workers: Any
-) -> Callable:
-    """Return `fit`, `evaluate` or `predict` on the global batches of a checked dataset.
-
-    Keras asks the strategy to distribute a dataset, and the strategy asks `_global_batches`. Of
-    several processes only the first writes and reports.
-    """
-    spans_processes = _global_batches.spans_processes(strategy)
-    distribute = functools.partial(_global_batches.global_batches, strategy)
-    number_of_steps = "steps_per_epoch" if method.__name__ == "fit" else "steps"
-
-    @functools.wraps(method)
-    def exact(*args: Any, **settings: Any) -> Any:
-        if spans_processes:
-            settings = _callbacks.settings_of_this_process(settings)
-        try:
-            arguments = inspect.signature(method).bind(*args, **settings).arguments | settings
-        except TypeError:  # which the method raises below
-            arguments = {}
-        for name, steps in (("x", number_of_steps), ("validation_data", "validation_steps")):
-            _checks.check_dataset(name, arguments.get(name), **{steps: arguments.get(steps)})
-        with (
-            processes.explain_lost_process() if spans_processes else contextlib.nullcontext(),
-            workers.running() if workers else contextlib.nullcontext(),
-            _keras_internals.replaced(strategy, "experimental_distribute_dataset", distribute),
-            _patches.installed(),
-        ):
-            try:
-                return method(*args, **settings)
-            finally:
-                _optimizers.copy_state(model)
-
-    return exact
 
 
 def _spec_of(batch: Any) -> Any:

@@ -18,6 +18,7 @@ from keras.src.layers.layer import CallSpec
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
     BaseImagePreprocessingLayer as BaseImagePreprocessingLayer,
 )
+from keras.src.losses import loss as keras_losses
 from keras.src.models.functional import Functional as Functional
 from keras.src.random import seed_generator as seed_generator
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
@@ -39,6 +40,7 @@ from kdpkit._internal import optimizers, versions
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 
 KERAS_RANDOM: Any = keras_random
+KERAS_LOSSES: Any = keras_losses
 
 # What Keras stores for a thread about the layers that it is calling: the call's context (whether
 # they train), the type that variables are cast to, and the variables' values meanwhile.
