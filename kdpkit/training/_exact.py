@@ -54,7 +54,7 @@ def replica_exact(
     of global batches, with its tapes, optimizers and metrics, and without `strategy.run`. Other
     arguments, and what it returns, are as on one device. On TensorFlow it is compiled as
     `tf.function` does, with AutoGraph, on whichever side of the two `@tf.function` stands. Its
-    strategy is the one in whose scope it is decorated or first called.
+    strategy is the one in whose scope it is decorated or first called, or whose variables it uses.
 
     On JAX it is a function of state and batch, which is compiled as `jax.jit` does, with the
     settings of a `@jax.jit` below it. A batch is an argument whose arrays have one length and are

@@ -17,18 +17,20 @@ from kdpkit.training.tensorflow._tensor_parts import moved_to
 GLOBAL, REPLICA = "global", "replica"
 
 
-def warn_of_local_statistics(model: keras.Model, replicas: int) -> None:
+def warn_of_local_statistics(model: keras.Model | None, replicas: int) -> None:
+    """Warn if the model, or without one the step, may have layers that this is true of."""
     names = [
         layer.name
-        for layer in model._flatten_layers()
+        for layer in (model._flatten_layers() if model else ())
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable
         and not layer.synchronized
     ]
-    if names and replicas > 1:
+    if replicas > 1 and (names or model is None):
+        listed = f" ({', '.join(names)})" if names else ""
         warnings.warn(
-            f"BatchNormalization ({', '.join(names)}) normalizes by each replica's own examples, "
-            f"so training on {replicas} replicas differs from one device; "
+            f"BatchNormalization{listed} normalizes by each replica's own examples, so "
+            f"training on {replicas} replicas differs from one device; "
             '`batch_norm="global"` makes it equal.',
             stacklevel=2,
         )

@@ -50,7 +50,7 @@ def attach(
                     method=f"{type(model).__name__}.{name}",
                     remedy=f"Override `{kind}_step`, which is given a batch, in its place.",
                 )
-        if strategy.num_replicas_in_sync > 1 or _is_asynchronous(strategy):
+        if _is_asynchronous(strategy) or isinstance(strategy, _tpu_steps.STRATEGIES):
             _checks.reject_states_of_examples(model)
         _ExactSteps(model, strategy, policy, batch_norm=batch_norm).attach()
     else:
@@ -262,7 +262,7 @@ class _ExactSteps:
                 try:
                     return method(*args, **settings)
                 finally:
-                    _optimizers.copy_state(self.model)
+                    _optimizers.copy_state(optimizers.all_of(self.model))
 
         return exact
 

@@ -41,6 +41,7 @@ from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 
 KERAS_RANDOM: Any = keras_random
 KERAS_LOSSES: Any = keras_losses
+DEFAULT_STRATEGY: Any = distribute_lib._get_default_strategy()
 
 # What Keras stores for a thread about the layers that it is calling: the call's context (whether
 # they train), the type that variables are cast to, and the variables' values meanwhile.

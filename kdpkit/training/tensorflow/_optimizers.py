@@ -1,13 +1,14 @@
 """Optimizers in the cross-replica context of a step: they work once, on its gradients."""
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks, optimizers
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _checks, _keras_internals
 from kdpkit.training.tensorflow._library_layers import is_library
 from kdpkit.training.tensorflow._step import Step, current_step, graph
@@ -38,13 +39,29 @@ def move_into_scope(
         move_into_scope(optimizer.inner_optimizer, strategy)
 
 
-def copy_state(model: keras.Model) -> None:
+def copy_state(updated: Iterable[keras.optimizers.Optimizer]) -> None:
     """Copy to all devices the state that steps have updated on the first one only."""
-    for optimizer in optimizers.all_of(model):
+    for optimizer in updated:
         for variable in optimizer.variables:
             first, *others = getattr(variable.value, "values", (variable.value,))
             for copy in others:
                 copy.assign(first.read_value())
+
+
+def _copy_state_before_run(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> None:
+    """Let other steps, which a strategy runs in its replicas, go on from an optimizer's state."""
+    if "kdpkit_updated" not in vars(strategy):
+        strategy.kdpkit_updated, original = weakref.WeakSet(), strategy.run
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            copy_state(strategy.kdpkit_updated)
+            return original(*args, **kwargs)
+
+        strategy.run = run
+    strategy.kdpkit_updated.add(optimizer)
 
 
 def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -53,6 +70,7 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
     if step is not None:
         if optimizer._distribution_strategy is not step.mesh.strategy:
             move_into_scope(optimizer, step.mesh.strategy)
+        _copy_state_before_run(optimizer, step.mesh.strategy)
         variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):

@@ -2,19 +2,25 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit._internal import checks, processes
-from kdpkit.training.tensorflow import _checks, _global_batches, _keras_internals, _patches
+from kdpkit.training.tensorflow import (
+    _batch_norm,
+    _checks,
+    _global_batches,
+    _keras_internals,
+    _patches,
+)
 from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._step import Mesh, current_step
 from kdpkit.training.tensorflow._tracing import run_once
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
-_DATA = (tf.data.Dataset, tf.data.Iterator)
 _DIVIDED = (
     tf.distribute.DistributedValues,
     tf.distribute.DistributedIterator,
@@ -31,13 +37,10 @@ def exact_step(
     strategy: tf.distribute.Strategy | None,
 ) -> Callable:
     """Return a function that does with the replicas of a strategy what it does on one device."""
-    step = _OwnStep(function, strategy, batch_norm, lambda: Policy(divided, undivided))
-
-    @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return step(args, kwargs)
-
-    return tf.autograph.experimental.do_not_convert(call)  # The step converts what is the user's.
+    function = _keras_internals.as_tf_function(function)
+    if strategy is _keras_internals.DEFAULT_STRATEGY:  # of one device
+        strategy = None
+    return _OwnStep(function, strategy, batch_norm, lambda: Policy(divided, undivided))
 
 
 class _OwnStep:
@@ -45,31 +48,54 @@ class _OwnStep:
 
     def __init__(
         self,
-        function: Callable,
+        function: Any,
         strategy: tf.distribute.Strategy | None,
         batch_norm: str,
         make_policy: Callable[[], Policy],
     ) -> None:
-        self.function = _keras_internals.as_tf_function(function)
-        self.strategy = strategy or _strategy_in_scope()
+        python = function.python_function
+        functools.update_wrapper(self, python, updated=())
+        self.name = getattr(python, "__qualname__", repr(python))
+        self.function, self.strategy = function, strategy or _strategy_in_scope()
         self.batch_norm, self.make_policy = batch_norm, make_policy
-        self.name = getattr(self.function.python_function, "__qualname__", repr(function))
-        self.compiled: Callable | None = None
+        self.inner, self.jit = _keras_internals.inlined(function), bool(function._jit_compile)
+        self.compiled: Any = None
+        self.methods = weakref.WeakKeyDictionary[Any, _OwnStep]()
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        if current_step() is not None:  # of another function, or of a model
-            return _keras_internals.inlined(self.function)(*args, **kwargs)
+    def __get__(self, instance: Any, owner: Any = None) -> "_OwnStep":
+        """Return a method, of which each instance has its own, as of a `tf.function`."""
+        if instance is None:
+            return self
+        if instance not in self.methods:
+            function = self.function.__get__(instance, owner)
+            self.methods[instance] = _OwnStep(
+                function, self.strategy, self.batch_norm, self.make_policy
+            )
+        return self.methods[instance]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_step() is not None or _patches.is_finding(self.strategy):
+            return self.inner(*args, **kwargs)  # as a part of another step
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
             checks.fail(
                 "An exact step takes the global batch, and runs once for all replicas.",
                 step=self.name,
                 remedy="Call it without `strategy.run`.",
             )
-        if self.compiled is None:
-            self.strategy = self.strategy or _strategy_in_scope()
-            self.compiled = self.compile()
-        if self.strategy is None:
-            _checks.require_no_strategy("step", self.name)
+        _reject_divided((args, kwargs))
+        # In another graph each trace has a function of its own, which may make variables.
+        if self.compiled is None or not tf.executing_eagerly():
+            self.compile(self.strategy or _strategy_in_scope())
+        try:
+            return self.run(args, kwargs)
+        except _patches.StrategyFound as found:
+            if tf.config.functions_run_eagerly():  # It has begun, and must not begin again.
+                _checks.reject_scope("step", found.strategy, step=self.name)
+            self.compile(found.strategy)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
         with (
             self.strategy.scope() if self.strategy else contextlib.nullcontext(),
             _global_batches.explaining_differences(),
@@ -77,50 +103,58 @@ class _OwnStep:
         ):
             return self.compiled(*args, **kwargs)
 
-    def compile(self) -> Callable:
-        """Return what `tf.function` compiles: the function, once for all replicas."""
-        inner, jit = _keras_internals.inlined(self.function), bool(self.function._jit_compile)
-        if self.strategy is None:
-            body = _patches.rejecting_strategies(inner, self.name)
-            return _keras_internals.recompiled(self.function, body, jit)
-        _checks.require_supported(self.strategy)
-        mesh = Mesh(self.strategy)
+    def compile(self, strategy: tf.distribute.Strategy | None) -> None:
+        """Prepare what `tf.function` compiles: the function, once for all replicas."""
+        self.strategy, jit = strategy, self.jit
+        if strategy is None:
+            body = _patches.finding_strategies(self.inner, self.name)
+        else:
+            _checks.require_supported(strategy)
+            mesh = Mesh(strategy)
+            jit = jit and mesh.num_parts == 1
+            if self.batch_norm == _batch_norm.REPLICA:
+                _batch_norm.warn_of_local_statistics(None, mesh.num_parts)
 
-        @functools.wraps(inner)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            (args, kwargs), batch = _compared(mesh, (args, kwargs))
-            function = functools.partial(inner, *args, **kwargs)
-            policy = self.make_policy()
-            return run_once(mesh, policy, function, batch, batch_norm=self.batch_norm, jit=jit)
+            @functools.wraps(self.inner)
+            def body(*args: Any, **kwargs: Any) -> Any:
+                (args, kwargs), batch = _compared(mesh, (args, kwargs))
+                function = functools.partial(self.inner, *args, **kwargs)
+                policy, norm = self.make_policy(), self.batch_norm
+                return run_once(mesh, policy, function, batch, norm, self.jit)
 
-        return _keras_internals.recompiled(self.function, run, jit and mesh.num_parts == 1)
+        self.compiled = _keras_internals.recompiled(self.function, body, jit)
 
 
 def _strategy_in_scope() -> tf.distribute.Strategy | None:
     return tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
 
 
-def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
-    """Return arguments, of which all processes have the same tensors, and these tensors."""
-    leaves = tf.nest.flatten(arguments)
-    for leaf in leaves:
+def _reject_divided(arguments: Any) -> None:
+    for leaf in tf.nest.flatten(arguments):
         if isinstance(leaf, _DIVIDED) and not isinstance(leaf, tf.Variable):
             checks.fail(
                 "An exact step takes the global batch, and this one is divided.",
                 received=type(leaf).__name__,
-                remedy="Leave out `experimental_distribute_dataset` and its like.",
+                remedy="Leave out `experimental_distribute_dataset`, or what else divides it.",
             )
-        if isinstance(leaf, _DATA) and mesh.num_processes > 1:
+
+
+def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
+    """Return arguments, of which all processes have the same tensors, and these tensors."""
+    leaves = tf.nest.flatten(arguments)
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
+    batch = [leaves[i] for i in positions]
+    if mesh.num_processes == 1:
+        return arguments, batch
+    for leaf in leaves:
+        if isinstance(leaf, tf.data.Dataset | tf.data.Iterator):
             checks.fail(
                 "All processes compare the batches that an exact step gets.",
                 received=type(leaf).__name__,
                 remedy="Pass it the batches, and not what they are read from.",
             )
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
-    batch = [leaves[i] for i in positions]
-    if mesh.num_processes > 1 and batch:
+    if batch:
         batch = _global_batches.checked_batch(mesh, _global_batches.fingerprinted(batch))
-        for i, tensor in zip(positions, batch, strict=True):
-            leaves[i] = tensor
-        arguments = tf.nest.pack_sequence_as(arguments, leaves)
-    return arguments, batch
+    for i, tensor in zip(positions, batch, strict=True):
+        leaves[i] = tensor
+    return tf.nest.pack_sequence_as(arguments, leaves), batch

@@ -101,11 +101,12 @@ def _aggregation(original: Callable, variable: Any) -> Any:
 
 def _in_step_outside_update(variable: Any) -> bool:
     """Return whether this thread traces a step, and is not updating a variable."""
-    if step := getattr(_of_no_strategy, "step", ""):
-        strategy = variable.distribute_strategy
-        _checks.reject_scope("step", strategy, step=step, variable=variable.name)
+    is_finding(variable.distribute_strategy)
+    step = current_step()
+    if step is not None and step.mesh.strategy is not variable.distribute_strategy:
+        _checks.reject_scope("variable", step.mesh.strategy, variable=variable.name)
     return (
-        current_step() is not None
+        step is not None
         and tf.distribute.in_cross_replica_context()
         and distribute_lib.get_update_replica_id() is None
     )
@@ -114,17 +115,34 @@ def _in_step_outside_update(variable: Any) -> bool:
 _of_no_strategy = threading.local()
 
 
-def rejecting_strategies(function: Callable, step: str) -> Callable:
-    """Return a function of no strategy, which raises where it uses the variable of one."""
+class StrategyFound(BaseException):
+    """A function of no strategy uses the variable of one; no handler of errors catches it."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+
+
+def is_finding(strategy: tf.distribute.Strategy | None) -> bool:
+    """Return whether a function of no strategy runs in this thread; raise if it uses a strategy."""
+    is_running = getattr(_of_no_strategy, "is_running", False)
+    if is_running and strategy is not None:
+        raise StrategyFound(strategy)
+    return is_running
+
+
+def finding_strategies(function: Callable, step: str) -> Callable:
+    """Return a function of no strategy, which raises `StrategyFound` where it uses one."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with installed():
-            _of_no_strategy.step = step
+            _of_no_strategy.is_running = True
             try:
-                return function(*args, **kwargs)
+                outputs = function(*args, **kwargs)
             finally:
-                del _of_no_strategy.step
+                _of_no_strategy.is_running = False
+        _checks.require_no_strategy("step", step)
+        return outputs
 
     return run
 

@@ -52,7 +52,8 @@ class Policy:
             return self._declared[id(layer)]
         # A recurrent cell keeps what it drops from one call to the next.
         keeps_masks = hasattr(layer, "_dropout_mask") and (layer.dropout or layer.recurrent_dropout)
-        if keeps_masks or _has_statistics_inside(layer):
+        keeps_states = any(getattr(part, "stateful", False) for part in layers_of(layer))
+        if keeps_masks or keeps_states or _has_statistics_inside(layer):
             return False  # The layers in it may be divided.
         if is_composed(layer):
             return step.jit and is_of_a_library(layer)

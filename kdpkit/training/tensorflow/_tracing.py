@@ -13,7 +13,7 @@ from kdpkit.training.tensorflow._step import Mesh, Step, graph, key, running
 
 
 def run_once(
-    mesh: Mesh, policy: Any, function: Callable, batch: Any, *, batch_norm: str, jit: bool
+    mesh: Mesh, policy: Any, function: Callable, batch: Any, batch_norm: str, jit: bool
 ) -> Any:
     """Run a step on a global batch, once for all devices; with `jit` XLA compiles what it can."""
     is_one = mesh.num_parts == 1
