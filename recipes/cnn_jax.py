@@ -1,37 +1,26 @@
-"""Classify images on JAX, over all GPUs, TPU cores or N logical CPUs, without TensorFlow.
+"""Classify images on JAX in a loop of your own, over all GPUs, TPU cores or N logical CPUs.
 
     python recipes/cnn_jax.py --replicas 2
 
-This is the workload of the Keras guide to multi-GPU training with JAX: a small convnet with batch
-normalization and dropout. A step uses the statistics of the global batch, as on one device, every
-image is trained on, including those of an uneven last batch, and the model has its optimizer state,
-statistics and metrics when training ends. With `--resume DIRECTORY` a stopped run continues.
-`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an
-`.npz` file like Keras' mnist.npz. recipes/README.md has measured results.
-
-Several processes, on one machine or many, train together:
+A small convnet, and the loop of Keras' guides to training in JAX. `replica_exact` above the step
+has the devices share each batch, and train what one device would, on an uneven last batch too. With
+`--resume DIRECTORY` a stopped run continues. `--data` takes "builtin" (scikit-learn's digits),
+"mnist" or "fashion_mnist" (downloaded), or an `.npz` file like Keras' mnist.npz. Several processes,
+also of SLURM's `srun` or with TF_CONFIG, train together; recipes/README.md has measured results.
 
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/cnn_jax.py --resume state
-
-Under SLURM's `srun`, or with TF_CONFIG, they find each other in the same way. Otherwise pass the
-address of the first process, their number and the index of each: `--coordinator localhost:9876
---processes 2 --process 0`.
 """
 
+import functools
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-from kdpkit import errors, experiment
+from kdpkit import experiment
 
 parser = experiment.argument_parser(
     __doc__, epochs=8, per_replica_batch_size=64, base_learning_rate=1e-3, rule="sqrt"
 )
-add, positive = parser.add_argument, experiment.positive_integer
-add("--steps-per-loop", type=positive, default=1, help="steps per compiled call")
-add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
-add("--processes", type=positive, default=1, help="how many")
-add("--process", type=int, default=0, help="index of this process")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import jax
@@ -44,83 +33,84 @@ from kdpkit import batches, cluster, corpora, schedules, sharding, training
 def build_model(shape, classes):
     """Build the guide's convnet; images are uint8 until on the device."""
     # With Keras' momentum of 0.99 the initial statistics would outlast a small dataset.
-    normalized = {"scale": False, "momentum": 0.9}
-    return keras.Sequential(
-        [
-            keras.Input(shape, dtype="uint8"),
-            layers.Rescaling(1 / 255),
-            layers.Conv2D(12, 3, padding="same", use_bias=False),
-            layers.BatchNormalization(**normalized),
-            layers.ReLU(),
-            layers.Conv2D(24, 6, strides=2, use_bias=False),
-            layers.BatchNormalization(**normalized),
-            layers.ReLU(),
-            layers.Conv2D(32, 6, padding="same", strides=2),
-            layers.BatchNormalization(**normalized),
-            layers.ReLU(),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(256, activation="relu"),
-            layers.Dropout(0.5),
-            layers.Dense(classes),
-        ]
-    )
+    norm = functools.partial(layers.BatchNormalization, scale=False, momentum=0.9)
+    stack = [keras.Input(shape, dtype="uint8"), layers.Rescaling(1 / 255)]
+    stack += [layers.Conv2D(12, 3, padding="same", use_bias=False), norm(), layers.ReLU()]
+    stack += [layers.Conv2D(24, 6, strides=2, use_bias=False), norm(), layers.ReLU()]
+    stack += [layers.Conv2D(32, 6, strides=2, padding="same"), norm(), layers.ReLU()]
+    stack += [layers.GlobalAveragePooling2D(), layers.Dense(256, activation="relu")]
+    return keras.Sequential([*stack, layers.Dropout(0.5), layers.Dense(classes)])
 
 
-def join_others(args):
-    """Join the other processes, if the flags or the environment describe any."""
-    first, count, index = args.coordinator, args.processes, args.process
-    if not first and cluster.source():
-        here = cluster.ClusterConfig.from_environment()
-        first, count, index = here.coordinator, here.process_count, here.process_index
-    if count > 1 and not first:
-        raise errors.InputError("--processes needs --coordinator, such as localhost:9876.")
-    if first:
-        sharding.join_processes(first, process_count=count, process_index=index)
+def make_train_step(model, metrics):
+    """Return the guide's step: a function of a state, the values of all variables, and a batch."""
+
+    def loss_and_updates(weights, others, x, y):
+        logits, others = model.stateless_call(weights, others, x, training=True)
+        return model.compute_loss(x, y, logits), (logits, others)
+
+    @training.replica_exact
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, x, y):
+        weights, others, slots, (of_loss, of_accuracy) = state
+        grad_fn = jax.value_and_grad(loss_and_updates, has_aux=True)
+        (loss, (logits, others)), gradients = grad_fn(weights, others, x, y)
+        weights, slots = model.optimizer.stateless_apply(slots, gradients, weights)
+        of_loss = metrics[0].stateless_update_state(of_loss, loss, len(x))
+        of_accuracy = metrics[1].stateless_update_state(of_accuracy, y, logits)
+        return weights, others, slots, [of_loss, of_accuracy]
+
+    return train_step
 
 
 def main(argv=None):
     args = parser.parse_args(argv)
-    join_others(args)
+    if cluster.source():  # A launcher or scheduler has started this process with others.
+        here = cluster.ClusterConfig.from_environment()
+        count, index = here.process_count, here.process_index
+        sharding.join_processes(here.coordinator, process_count=count, process_index=index)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
     plan = experiment.plan_from(args, strategy)
-    count, index = jax.process_count(), jax.process_index()
-
     splits = corpora.load_images(args.data)
     print(f"{len(splits.train.images):,} images to train on")
-    here = {"process_count": count, "process_index": index}
-    here["global_batch_size"] = plan.global_batch_size
+    settings = {"process_count": jax.process_count(), "process_index": jax.process_index()}
+    settings |= {"global_batch_size": plan.global_batch_size}
     # Several processes need shards of one size; they may also go on as one.
-    keep = count == 1 and args.global_batch_size is None
-    train = batches.ArrayBatches(
-        tuple(splits.train),
-        seed=args.seed,
-        remainder="keep" if keep else "drop",
-        steps_per_epoch=args.steps_per_epoch,
-        **here,
-    )
-    padded = "keep" if keep else "pad"
-    test = batches.ArrayBatches(tuple(splits.test), remainder=padded, mode="eval", **here)
-
+    keep = jax.process_count() == 1 and args.global_batch_size is None
+    of_train = settings | {"remainder": "keep" if keep else "drop", "seed": args.seed}
+    of_test = settings | {"remainder": "keep" if keep else "pad", "mode": "eval"}
+    of_train["steps_per_epoch"] = args.steps_per_epoch
+    train = batches.ArrayBatches(tuple(splits.train), **of_train)
+    test = batches.ArrayBatches(tuple(splits.test), **of_test)
+    model = training.replica_exact(build_model(splits.train.images.shape[1:], splits.classes))
     rate = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
-    model = build_model(splits.train.images.shape[1:], splits.classes)
-    loop = training.TrainingLoop(
-        model,
-        optimizer=keras.optimizers.Adam(rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        strategy=strategy,
-        steps_per_loop=args.steps_per_loop,
-    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(rate), loss, weighted_metrics=["accuracy"])
+    model.optimizer.build(model.trainable_variables)
+    metrics = [keras.metrics.Mean("loss"), keras.metrics.SparseCategoricalAccuracy("accuracy")]
+    held = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+    held = *held, [metric.variables for metric in metrics]
     record = experiment.Recorder(args, model, strategy, plan)
-    loop.fit(
-        record.resumed(train),
-        test,
-        epochs=args.epochs,
-        callbacks=record.callbacks,
-        verbose=record.verbose,
-    )
-    results = record.results(test=loop.evaluate(test, verbose=0))
+    train, train_step = record.resumed(train), make_train_step(model, metrics)
+    params = {"epochs": args.epochs, "steps": len(train), "metrics": metrics}
+    params |= {"add_history": True, "verbose": record.verbose}
+    hooks = keras.callbacks.CallbackList(record.callbacks, model=model, **params)
+    hooks.on_train_begin()
+    for epoch in range(record.resume.initial_epoch if record.resume else 0, args.epochs):
+        jax.tree.map(lambda metric: metric.reset_state(), metrics)
+        hooks.on_epoch_begin(epoch)
+        for step, batch in enumerate(train):
+            hooks.on_train_batch_begin(step)
+            # Between steps the variables have the values, which callbacks may read and change.
+            state = train_step(jax.tree.map(lambda variable: variable.value, held), *batch)
+            jax.tree.map(lambda variable, value: variable.assign(value), held, state)
+            hooks.on_train_batch_end(step, logs := {m.name: m.result() for m in metrics})
+        train.on_epoch_end()
+        tested = model.evaluate(test, verbose=0, return_dict=True)
+        hooks.on_epoch_end(epoch, logs | {f"val_{name}": tested[name] for name in tested})
+    hooks.on_train_end()
+    results = record.results(test=model.evaluate(test, verbose=0, return_dict=True))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
     return results

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from keras import layers
 
 from kdpkit import sharding
 from kdpkit.training import replica_exact
+from tests.processes import ROOT
 
+FENCED = re.compile(r"^```python.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 pytestmark = pytest.mark.jax
 RANDOM = np.random.default_rng(0)
 SIZES = (12, 11, 7, 1)
@@ -336,6 +339,34 @@ def test_a_mesh_of_jax_is_a_strategy(program):
 def test_jit_may_stand_above():
     with DEVICES[2]().scope():
         assert_equal(scanned, lambda function: jax.jit(replica_exact(function)))
+
+
+# Stopped, and started again.
+
+
+def test_the_loop_of_the_page_is_resumed_bit_for_bit(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "how_to" / "resume.md"
+    (program,) = [each for each in FENCED.findall(page.read_text()) if "import jax" in each]
+    stopping = program.replace("on_train_batch_end(step)", "on_train_batch_end(stop(epoch, step))")
+    assert stopping != program
+
+    def stop(epoch, step):
+        if (epoch, step) == (1, 7):
+            names["resume"].request_stop()
+        return step
+
+    monkeypatch.chdir(tmp_path)
+    uninterrupted, names, resumed = {}, {"stop": stop}, {}
+    with DEVICES[2]().scope():
+        exec(program.replace('"state"', '"other"'), uninterrupted)
+        with pytest.raises(SystemExit, match="42"):
+            exec(stopping, names)
+        exec(program, resumed)
+    assert names["model"].history.epoch == [0]
+    for name in ("model", "optimizer"):
+        for one, other in zip(uninterrupted[name].variables, resumed[name].variables, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert uninterrupted["model"].history.history == resumed["model"].history.history
 
 
 # How it is compiled.

@@ -145,6 +145,14 @@ class Resume(keras.callbacks.Callback):
         self._stop.request()
 
     @property
+    def initial_epoch(self) -> int:
+        """The epoch with which a loop of your own begins, after `on_train_begin`; 0 in a new run.
+
+        `fit` reads it itself.
+        """
+        return getattr(self.model, "_initial_epoch", None) or 0
+
+    @property
     def _model_state(self) -> model_state.ModelState:
         return model_state.ModelState(self.model, self.params.get("metrics", ()))
 
