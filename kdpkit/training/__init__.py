@@ -1,10 +1,11 @@
 """Training on several devices that equals training on one device.
 
-`replica_exact` makes Keras' own `fit` exact, `TrainingLoop` is a loop with a step of your own, and
-`MaskedLMLoop` one for masked language models. `without_logits` keeps the logits of a language model
-out of memory. `global_mean_loss` is the loss of a loop that you write yourself,
-`linear_cross_entropy` that of a large vocabulary. `check_parity` reports whether several devices
-train what one device trains. Each loads its framework on first use.
+`replica_exact` makes Keras' own `fit` exact, and a step of your own. `without_logits` keeps the
+logits of a language model out of memory, `remat` the activations of blocks; `linear_cross_entropy`
+is the loss of a large vocabulary. `check_parity` reports whether several devices train what one
+device trains. `TrainingLoop` is a loop with a step of your own, `MaskedLMLoop` one for masked
+language models, `global_mean_loss` the loss of a loop that you write yourself. Each loads its
+framework on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
     from kdpkit.training._parity import check_parity
+    from kdpkit.training._remat import remat
     from kdpkit.training._without_logits import without_logits
 
 _HOMES = {
@@ -26,6 +28,7 @@ _HOMES = {
     "check_parity": "_parity",
     "global_mean_loss": "_losses",
     "linear_cross_entropy": "_linear_cross_entropy",
+    "remat": "_remat",
     "replica_exact": "_exact",
     "without_logits": "_without_logits",
 }
@@ -36,6 +39,7 @@ __all__ = [
     "check_parity",
     "global_mean_loss",
     "linear_cross_entropy",
+    "remat",
     "replica_exact",
     "without_logits",
 ]

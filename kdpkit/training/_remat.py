@@ -7,13 +7,51 @@ assigns variables once, and its dropout draws the same numbers when it is comput
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 
 from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
+
+Model = TypeVar("Model", bound=keras.Model)
+
+
+def remat(model: Model) -> Model:
+    """Keep only the inputs of a model's blocks for the backward pass, which computes them again.
+
+    This is rematerialization, or gradient checkpointing: a step needs less memory and up to a third
+    more work, and trains the same weights, with dropout, batch statistics and losses of layers. It
+    holds in `fit` and in a step of your own, on one device or, with `replica_exact`, on several;
+    `evaluate` and `predict` do what they did. On TensorFlow it saves memory in a `tf.function`, as
+    `fit` has it, not with `run_eagerly`. The model is saved and loaded as before.
+
+    Args:
+        model: A model with blocks, which are layers that contain layers, such as
+            `keras_hub.layers.TransformerDecoder` or a `keras.Sequential`; of a model inside the
+            model these are its blocks. What a layer stores in its attributes, such as attention
+            scores, cannot be read outside of its block.
+
+    Returns:
+        The same model. A second call changes nothing.
+
+    Raises:
+        ValueError: The model has no blocks.
+
+    >>> block = keras.Sequential([keras.layers.Dense(64, "gelu"), keras.layers.Dense(4)])
+    >>> model = remat(keras.Sequential([keras.Input((4,)), block, keras.layers.Dense(1)]))
+    >>> model.compile("sgd", "mse")
+    >>> history = model.fit(keras.ops.ones((8, 4)), keras.ops.ones((8, 1)), verbose=0)
+    """
+    backend = checks.backend("`remat`", "tensorflow", "jax")
+    checkpointed = importlib.import_module(f"kdpkit.training.{backend}._remat").checkpointed
+    for block in _some_blocks_of(model):
+        if not hasattr(block.call, "kdpkit_remat"):
+            # Not `setattr`, with which Keras looks for layers and variables to track.
+            vars(block)["call"] = _rematerialized(block, checkpointed)
+    return model
 
 
 class Result(NamedTuple):
@@ -99,16 +137,8 @@ def rematerialised(loop: Any, checkpointed: Callable[[BlockCall], Result]) -> It
 
     The backend's `checkpointed` computes a block now, and again for its gradient.
     """
-    blocks = {id(block): block for block in blocks_of(loop.model) if loop.remat}.values()
-    if loop.remat and not blocks:
-        checks.fail(
-            "`remat` computes the inner activations of blocks again, and this model has none: no "
-            "layer of it contains layers.",
-            model=loop.model.name,
-            remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
-        )
     with contextlib.ExitStack() as stack:
-        for block in blocks:
+        for block in _some_blocks_of(loop.model) if loop.remat else ():
             stack.enter_context(_replaced_call(block, checkpointed))
         yield
 
@@ -122,24 +152,48 @@ def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
             yield layer
 
 
+def _some_blocks_of(model: keras.Model) -> list[keras.Layer]:
+    """Return the blocks of a model, each once; raise if there are none."""
+    blocks = [*{id(block): block for block in blocks_of(model)}.values()]
+    if not blocks:
+        checks.fail(
+            "`remat` computes the inner activations of blocks again, and this model has none: no "
+            "layer of it contains layers.",
+            model=model.name,
+            remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
+        )
+    return blocks
+
+
+def _rematerialized(block: keras.Layer, checkpointed: Callable[[BlockCall], Result]) -> Callable:
+    """Return a block's `call` that keeps only its inputs."""
+    call, is_built = block.call, block.built
+
+    @functools.wraps(call)
+    def rematerialized_call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_built
+        block_call = BlockCall(block, call, (args, kwargs))
+        if not is_built or not block_call.tensors:  # The first call builds layers in the block.
+            is_built = True
+            return call(*args, **kwargs)
+        return block_call.finish(checkpointed(block_call))
+
+    rematerialized_call.kdpkit_remat = True  # type: ignore[attr-defined]  # not to be done again
+    return rematerialized_call
+
+
 @contextlib.contextmanager
 def _replaced_call(
     block: keras.Layer, checkpointed: Callable[[BlockCall], Result]
 ) -> Iterator[None]:
-    attributes, call = vars(block), block.call
-    former = {"call": call} if "call" in attributes else {}
-
-    @functools.wraps(call)
-    def rematerialised_call(*args: Any, **kwargs: Any) -> Any:
-        block_call = BlockCall(block, call, (args, kwargs))
-        return block_call.finish(checkpointed(block_call))
-
-    # Not `setattr`, with which Keras looks for layers and variables to track.
-    attributes["call"] = rematerialised_call
+    attributes = vars(block)
+    former = {"call": block.call} if "call" in attributes else {}
+    if not hasattr(block.call, "kdpkit_remat"):
+        attributes["call"] = _rematerialized(block, checkpointed)
     try:
         yield
     finally:
-        del attributes["call"]
+        attributes.pop("call", None)
         attributes.update(former)
 
 

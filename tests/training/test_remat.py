@@ -1,4 +1,4 @@
-"""`TrainingLoop(remat=True)` against the same loop without; test_environments.py runs it on JAX."""
+"""`remat` against the same steps without; test_environments.py runs it on JAX."""
 
 import functools
 
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from keras import layers
 
+from kdpkit import testing
 from kdpkit.batches import ArrayBatches
-from tests.training.test_loop import ON_JAX, assert_same, batches, loop_on, trained
+from kdpkit.training import TrainingLoop, remat, replica_exact
+from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy, scopes
 
 
 def seeded(build):
@@ -73,47 +75,122 @@ def nested():
     return keras.Model(inputs, layers.Dense(3)(one + two))
 
 
+def trained(devices, build, *, is_remat, **settings):
+    """Train a model by `fit` on one device as Keras does, or exactly on several."""
+    building, training_scope = scopes(None if devices == 1 else devices)
+    with building:
+        model = seeded(build)()
+        metrics = ["accuracy"]
+        optimizer = keras.optimizers.SGD(0.02)
+        model.compile(optimizer, cross_entropy(), metrics=metrics, **settings)
+        if is_remat:
+            assert remat(remat(model)) is model
+    x, y = testing.toy_classification(10)
+    with training_scope:
+        if devices > 1:
+            replica_exact(model)
+        data = {"x": x, "y": y, "validation_data": (x, y)}
+        history = model.fit(**data, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    return model, history.history
+
+
+def assert_same(ours, theirs, tolerance=1e-6):
+    assert ours[1].keys() == theirs[1].keys()
+    for name, values in ours[1].items():
+        assert values == pytest.approx(theirs[1][name], rel=1e-5, abs=tolerance), name
+    assert_same_weights(ours[0], theirs[0], tolerance)
+    for one, other in zip(ours[0].variables, theirs[0].variables, strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance)  # seeds, too
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "replicas", "settings"),
+    ("build", "devices", "settings"),
     [
-        pytest.param(
-            *(residual, 2, {"steps_per_loop": 2}), marks=[pytest.mark.jax] if ON_JAX else []
-        ),
-        (nested, 2, {"accumulation": 2}),
+        (residual, 2, {"steps_per_execution": 2}),
+        (residual, 1, {"jit_compile": True}),
+        (nested, 3, {}),
     ],
 )
-def test_it_trains_what_a_loop_that_keeps_all_activations_trains(build, replicas, settings, capfd):
-    arguments = {"metrics": (), "build": build, "data": batches(5)}
-    expected = trained(1, **arguments, accumulation=settings.get("accumulation", 1))
-    loop, history = trained(replicas, remat=True, **arguments, **settings)
-    assert all("call" not in vars(layer) for layer in loop.model._flatten_layers())
-    assert_same((loop, history), expected)
-    for ours, theirs in zip(loop.model.variables, expected[0].model.variables, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)  # seeds, too
+def test_fit_trains_what_it_trains_with_all_activations(build, devices, settings, capfd):
+    ours = trained(devices, build, is_remat=True, **settings)
     assert "kdpkit: " not in capfd.readouterr().err
+    assert_same(ours, trained(1, build, is_remat=False, **settings))
 
 
-def failing(x, training):  # noqa: ARG001  # the arguments of a layer
-    raise RuntimeError("in the forward pass")
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+def test_backbones_of_keras_hub_train_alike(name, policy):
+    import keras_hub
+
+    ids = np.random.default_rng(0).integers(0, 11, (6, 4)).astype("int32")
+    x = {"token_ids": ids, "padding_mask": ids > 1, "segment_ids": ids * 0}
+    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
+    sizes |= {"vocabulary_size": 11, "max_sequence_length": 4, "dropout": 0.3, "dtype": policy}
+
+    @seeded
+    def weights_and_losses(is_remat):
+        backbone = getattr(keras_hub.models, f"{name}Backbone")(**sizes)
+        outputs = backbone.output
+        outputs = outputs["sequence_output"] if isinstance(outputs, dict) else outputs
+        model = keras.Model(backbone.input, layers.Dense(11, dtype="float32")(outputs))
+        model.compile(keras.optimizers.SGD(0.2), cross_entropy())
+        model = remat(model) if is_remat else model
+        data = {key: x[key] for key in backbone.input}
+        history = model.fit(data, ids, batch_size=3, epochs=2, shuffle=False, verbose=0)
+        return [*model.get_weights(), history.history["loss"]]
+
+    for ours, theirs in zip(weights_and_losses(True), weights_and_losses(False), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.needs(keras="3.14", reason="an `activity_regularizer` is a sum over the examples")
-def test_a_step_that_fails_leaves_the_model_as_it_was():
-    loop = loop_on(2, residual, remat=True, metrics=())
-    block = loop.model.layers[-2]
-    loop.evaluate(batches(), verbose=0)
-    vars(block.parts[1])["call"] = failing
-    with pytest.raises(RuntimeError, match="in the forward pass"):
-        loop.fit(batches(), epochs=1, verbose=0)
-    assert "call" not in vars(block)
+def test_a_step_of_ones_own_computes_the_same_gradients():
+    def gradients(is_remat, compiled):
+        model = seeded(residual)()
+        model = remat(model) if is_remat else model
+        x, y = testing.toy_classification(10)
+        variables = model.trainable_variables
+        if ON_JAX:
+            import jax
+
+            others = [variable.value for variable in model.non_trainable_variables]
+
+            def loss(weights):
+                outputs, _ = model.stateless_call(weights, others, x, training=True)
+                return cross_entropy()(y, outputs)
+
+            gradient = jax.grad(loss)
+            gradient = jax.jit(gradient) if compiled else gradient
+            return gradient([variable.value for variable in variables])
+        import tensorflow as tf
+
+        def gradient():
+            with tf.GradientTape() as tape:
+                loss = cross_entropy()(y, model(x, training=True)) + sum(model.losses)
+            return tape.gradient(loss, [variable.value for variable in variables])
+
+        return (tf.function(gradient) if compiled else gradient)()
+
+    for compiled in (True, False):
+        pairs = zip(gradients(True, compiled), gradients(False, compiled), strict=True)
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_model_is_saved_as_it_is(tmp_path):
+    block = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    model = remat(keras.Sequential([keras.Input((4,)), block]))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "call" not in vars(loaded.layers[-1])
+    x = np.ones((3, 4))
+    np.testing.assert_array_equal(model.predict(x), loaded.predict(x))
 
 
 def test_a_model_without_blocks_gets_one_sentence():
     with pytest.raises(ValueError, match="`remat`.*model='sequential.*keras.Sequential"):
-        trained(1, remat=True)
-    with pytest.raises(ValueError, match="`remat` must be.*remat='yes'"):
-        trained(1, remat="yes")
+        remat(testing.tiny_classifier())
 
 
 class Borrowing(layers.Layer):
@@ -142,8 +219,7 @@ def test_weights_of_other_layers_and_numbers_without_a_seed_are_found():
         blocks = [Borrowing(lender, is_noisy=not ON_JAX) for _ in range(2)]
         return keras.Model(inputs, layers.Dense(3)(lender(blocks[1](blocks[0](lender(x))))))
 
-    settings = {"build": borrowing, "metrics": (), "epochs": 2}
-    assert_same(trained(1, **settings), trained(2, remat=True, **settings))
+    assert_same(trained(1, borrowing, is_remat=False), trained(2, borrowing, is_remat=True))
 
 
 @pytest.mark.jax
@@ -157,16 +233,30 @@ def test_it_needs_a_part_of_the_memory():
         inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(16)]) for _ in range(8)]
         return keras.Sequential([keras.Input((16,)), *inner])
 
-    def activations(remat):
-        loop = loop_on(1, deep, loss="mse", remat=remat, metrics=())
-        steps, data = loop._steps, ArrayBatches((x, x), global_batch_size=len(x))
-        steps.build(steps.open(data, "train", steps=None), training=True)
-        lowered = jax.jit(steps._train_step).lower(steps._variables.read(), (x, x))
+    def activations(is_remat):
+        model = deep()
+        model.compile("sgd", "mse")
+        model = remat(model) if is_remat else model
+        model.train_on_batch(x, x)
+        state = model._get_jax_state(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=True,
+            metrics_variables=True,
+        )
+        lowered = jax.jit(model.train_step).lower(state, (x, x))
         # On CPUs XLA orders operations so that they run side by side, whatever that keeps.
         ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         compiled = lowered.compile(compiler_options=ordered)
         return compiled.memory_analysis().temp_size_in_bytes / (512 * 512 * 4)
 
-    complete = activations(remat=False)
+    complete = activations(is_remat=False)
     assert complete > 23  # four of each block, three with JAX 0.12
-    assert activations(remat=True) < complete / 2
+    assert activations(is_remat=True) < complete / 2
+
+
+def test_a_loop_that_keeps_only_inputs_leaves_the_model_as_it_was():
+    model = residual()
+    loop = TrainingLoop(model, optimizer="sgd", loss=cross_entropy(), remat=True)
+    loop.fit(ArrayBatches(testing.toy_classification(10), global_batch_size=5), epochs=1, verbose=0)
+    assert all("call" not in vars(layer) for layer in model._flatten_layers())

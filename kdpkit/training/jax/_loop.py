@@ -26,13 +26,14 @@ from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import compute_output_spec
 from kdpkit.training._objective import Sums, trace_metrics
-from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
+from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_local_statistics
 from kdpkit.training.jax._lowering import divide_sums
 from kdpkit.training.jax._moments import of_constant_means
 from kdpkit.training.jax._random import MicroBatch, by_position
+from kdpkit.training.jax._remat import checkpointed
 from kdpkit.training.jax._state import State, Variables
 
 Logs = dict[str, jax.Array]
@@ -208,7 +209,7 @@ class JaxSteps(Steps):
     ) -> tuple[list[jax.Array], Sums]:
         """Return the losses to minimize for some examples, as `Objective.parts`, and all sums."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():
+        with rematerialised(self.loop, checkpointed) if training else contextlib.nullcontext():
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
         terms = self.loop.loss.terms(losses, predictions, sample_weight)
         counts = num_examples(batch), num_global_examples
@@ -268,8 +269,3 @@ class JaxSteps(Steps):
         for index, other in enumerate(others, 1):
             carry, _ = add(carry, (index, other))
         return carry
-
-
-def _checkpointed(block: BlockCall) -> Result:
-    """Compute a block, and again for the gradients, of variables that the call reads as well."""
-    return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)
