@@ -1,6 +1,6 @@
 """The processes of a `ParameterServerStrategy`: the servers, and the chief's connections to them.
 
-The steps of `TrainingLoop` on them are in `kdpkit/training/tensorflow/_parameter_server.py`.
+The steps that `fit` has on them are in `kdpkit/training/tensorflow/_servers.py`.
 """
 
 import os

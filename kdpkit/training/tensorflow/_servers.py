@@ -149,8 +149,9 @@ class Workers:
             for metric in _library_layers.metrics_of(self.model):
                 stack.enter_context(replaced(metric, "result", _noting(metric, noted)))
             for variable in counters:
-                zeros, keep = tf.zeros(variable.shape, variable.dtype), _setting(variable)
+                zeros = tf.zeros(variable.shape, variable.dtype)
                 stack.enter_context(replaced(variable, "_value", zeros))
+                keep = functools.partial(setattr, variable, "_value")  # assigned nowhere else
                 stack.enter_context(replaced(variable, "_direct_assign", keep))
             outputs = step(data)
             counts = [tf.convert_to_tensor(variable._value) for variable in counters]
@@ -165,10 +166,6 @@ def _optimizers_of(model: keras.Model) -> list[Any]:
     """Return all optimizers of a model, and those of a `MultiOptimizer`."""
     outer = optimizers.all_of(model)
     return [*outer, *(inner for one in outer for inner in getattr(one, "optimizers", ()))]
-
-
-def _setting(variable: keras.Variable) -> Callable[[Any], None]:
-    return functools.partial(setattr, variable, "_value")
 
 
 def _noting(metric: keras.Metric, noted: dict[int, tuple[Any, Callable]]) -> Callable[[], Any]:

@@ -22,13 +22,13 @@ from kdpkit.training.tensorflow import _global_batches
 from kdpkit.training.tensorflow._keras_internals import KERAS_LOSSES, replaced
 
 STRATEGIES: tuple[type, ...] = (tf.distribute.TPUStrategy,)
-_replica = threading.local()  # how many examples the replica of this thread has, and how many all
+_replica = threading.local()  # `counts`: the examples of this thread's replica, and of all
 
 
 def run_step(step: Callable, data: Any) -> Any:
     """Run a step of Keras' on the examples of a replica, in its context."""
-    _replica.here = _global_batches.examples_in_batch(data)
-    _replica.everywhere = _sum(_replica.here)
+    num_examples = _global_batches.examples_in_batch(data)
+    _replica.counts = num_examples, _sum(num_examples)
     return step(data)
 
 
@@ -63,7 +63,7 @@ def added_up(model: keras.Model, *, is_users: bool) -> Iterator[None]:
         for owner, name, function in (
             (KERAS_LOSSES, "reduce_values", _reduce),
             (KERAS_LOSSES, "apply_mask", mask_weights),
-            (KERAS_LOSSES, "unscale_loss_for_distribution", _as_mean),
+            (KERAS_LOSSES, "unscale_loss_for_distribution", _unscale),
             (model, "_aggregate_additional_loss", _additional),
             (keras.optimizers.Optimizer, "_all_reduce_sum_gradients", lambda _, pairs: pairs),
             *([(model.optimizer, "apply", apply_sums)] if apply else []),
@@ -82,15 +82,14 @@ def _reduce(values: Any, weight: Any = None, reduction: str = "sum_over_batch_si
     return _times(tf.reduce_sum(values), 1, _sum(tf.cast(divisor, values.dtype)))
 
 
-def _as_mean(loss: Any) -> Any:  # which its tracker weighs by the replica's examples
-    return _times(loss, _replica.everywhere, _replica.here)
+def _unscale(loss: Any) -> Any:  # which its tracker weighs by the replica's examples
+    return _times(loss, *_replica.counts[::-1])
 
 
 def _additional(loss: Any) -> Any:
     """Weigh a scalar, which is a mean over a replica's examples, or of the weights."""
     loss = tf.cast(loss, loss.dtype if loss.dtype.is_floating else keras.config.floatx())
-    weighted = _times(loss, _replica.here, _replica.everywhere)
-    return tf.reduce_sum(loss if loss.shape.rank else weighted)
+    return tf.reduce_sum(loss) if loss.shape.rank else _times(loss, *_replica.counts)
 
 
 def _times(value: Any, count: Any, other: Any) -> Any:
