@@ -31,7 +31,7 @@ def warn_of_local_statistics(model: keras.Model | None, replicas: int) -> None:
         warnings.warn(
             f"BatchNormalization{listed} normalizes by each replica's own examples, so "
             f"training on {replicas} replicas differs from one device; "
-            '`batch_norm="global"` makes it equal.',
+            '`batch_norm="global"` makes it equal, except on a TPU.',
             stacklevel=2,
         )
 
