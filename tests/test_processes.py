@@ -81,7 +81,7 @@ def two(tmp_path_factory):
     def train():
         runs = {
             "loop": RUNS["loop"] | {"monitors": True, "shard": "weights", "steps_per_loop": 3},
-            "fit": RUNS["fit"],
+            "fit": RUNS["fit"] | {"compiled": {"steps_per_execution": 3}},
             "step": RUNS["step"],
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}

@@ -3,6 +3,7 @@
 On both backends: tests/test_environments.py runs this file again on JAX.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -448,6 +449,32 @@ def test_every_kind_of_input_trains_as_arrays_on_one_device(data, train):
     assert_same_weights(model, on_one_device())
     expected = on_one_device().predict(MORE_X, batch_size=SIZE, verbose=0)
     np.testing.assert_allclose(predictions, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+def test_several_steps_of_a_call_are_those_of_stock_keras_on_one_device():
+    def trained(devices):
+        seen = []
+        noting = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append((batch, *logs.values()))
+        )
+        with sharding.DataParallel(devices).scope() if devices else contextlib.nullcontext():
+            keras.utils.set_random_seed(0)
+            model = testing.tiny_classifier()
+            model = replica_exact(model) if devices else model
+            model.compile("sgd", cross_entropy(), metrics=["accuracy"], steps_per_execution=3)
+            x, y = testing.toy_classification(4 * 6 + 3)
+            history = model.fit(
+                x, y, batch_size=4, epochs=2, shuffle=False, validation_data=(x, y), verbose=0,
+                callbacks=[noting],
+            ).history  # fmt: skip
+        return model, [seen, history, model.predict(x, batch_size=4, verbose=0)]
+
+    (one, expected), (two, found) = trained(None), trained(2)
+    assert_same_weights(two, one)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.jax

@@ -58,8 +58,8 @@ def scope(devices, shard):
     return sharding.DataParallel(devices, shard=shard).scope()
 
 
-def by_fit(model, epochs=2, resume=None):
-    model.compile(optimizer(), CROSS_ENTROPY)
+def by_fit(model, epochs=2, resume=None, **settings):
+    model.compile(optimizer(), CROSS_ENTROPY, **settings)
     if keras.distribution.distribution():
         training.replica_exact(model)
     dataset, callbacks = tracked(resume)
@@ -181,6 +181,7 @@ def test_large_variables_that_no_axis_lets_be_cut_are_named_once():
     ("train", "shard"),
     [
         (by_fit, "weights"),
+        (functools.partial(by_fit, steps_per_execution=2), "weights"),
         (by_loop, "optimizer"),
         (functools.partial(by_loop, accumulation=2), "weights"),
         (by_own_step, "weights"),

@@ -5,14 +5,16 @@ predicts, the model has no weights: after an error or Ctrl-C they are lost.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
@@ -20,7 +22,7 @@ from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training.jax._lowering import divide_sums
-from kdpkit.training.jax._process_checks import check_across_processes, require_same_mesh
+from kdpkit.training.jax._process_checks import check_across_processes, require_same_mesh, shapes_of
 
 
 def attach(
@@ -46,6 +48,8 @@ def attach(
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
+        if versions.KERAS < (3, 16):
+            model._make_function = _scanning(model, model._make_function, mesh)
         model.train_function = model.test_function = model.predict_function = None
     for name in ("fit", "evaluate", "predict"):
         method = getattr(model, name)
@@ -122,11 +126,64 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
     return gathered
 
 
+_reading = threading.local()  # `is_on` while batches stay on the host, to be stacked there
+
+
+def _scanning(model: keras.Model, make_function: Callable, mesh: Mesh) -> Callable:
+    """Have Keras compute the steps of `steps_per_execution` in one program, as Keras 3.16 does.
+
+    Before, it places the batches and calls the compiled step one by one. Batches are taken together
+    while their shapes are equal.
+    """
+    axis = shards.batch_axis(mesh)
+    of_stack = NamedSharding(mesh, PartitionSpec(None, axis))
+
+    def make(step: Callable, concatenate_outputs: bool = False) -> Callable:
+        count = model.steps_per_execution
+        if concatenate_outputs or count == 1 or model.run_eagerly or not model.jit_compile:
+            return make_function(step, concatenate_outputs)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def scan(state: Any, batches: Any) -> Any:
+            def body(state: Any, batch: Any) -> Any:
+                logs, new = step(state, batch)
+                return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new)), logs
+
+            state, logs = jax.lax.scan(body, state, batches)
+            return jax.tree.map(lambda log: log[-1], logs), state
+
+        def place(*parts: Any) -> Any:
+            return distribution_lib.distribute_data_input(np.stack(parts), of_stack, axis)
+
+        def run(state: Any, iterator: Iterator[Any]) -> Any:
+            _reading.is_on = True
+            try:
+                batches = [next(iterator), *itertools.islice(iterator, count - 1)]
+            finally:
+                _reading.is_on = False
+            for _, equal in itertools.groupby(batches, shapes_of):
+                group = [*equal]
+                if len(group) > 1 and all(
+                    isinstance(x, np.ndarray) for x in jax.tree.leaves(group)
+                ):
+                    logs, state = scan(state, jax.tree.map(place, *group))
+                    continue
+                for batch in group:
+                    logs, state = step(state, trainer._distribute_data(batch))
+            return logs, state
+
+        return run
+
+    return make
+
+
 def _placing_uneven(original: Callable) -> Callable:
     """Have Keras put a batch that the devices cannot divide on each of them."""
 
     # keras-team/keras#21167
     def place(per_process_batch: Any, layout: Any, batch_dim_name: str, **settings: Any) -> Any:
+        if getattr(_reading, "is_on", False):
+            return per_process_batch
         if layout is None or jax.process_count() > 1:
             return original(per_process_batch, layout, batch_dim_name, **settings)
         placement = getattr(layout, "backend_layout", layout)
