@@ -10,6 +10,7 @@ from keras import layers
 
 from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
+from tests.training import own_loops
 
 pytestmark = pytest.mark.tensorflow
 
@@ -50,10 +51,10 @@ class Trainer:
         with strategy.scope() if strategy else contextlib.nullcontext():
             outputs = [step(x, y, weight=tf.constant(0.5)) for x, y in BATCHES]
             outputs += [step(X[:1], Y[:1], weight=2.0), step(X[:7], Y[:7], False)]
-        numbers = [*tf.nest.flatten(outputs), self.accuracy.result()]
+        results = [*tf.nest.flatten(outputs), self.accuracy.result()]
         self.accuracy.reset_state()
         variables = [*self.model.variables, *self.optimizer.variables, *self.accuracy.variables]
-        return [np.array(keras.ops.convert_to_numpy(x)) for x in (*numbers, *variables)]
+        return [np.array(keras.ops.convert_to_numpy(x)) for x in (*results, *variables)]
 
 
 def assert_equal(many, one):
@@ -227,3 +228,35 @@ def test_local_statistics_warn():
     trainer = Trainer(mirrored())
     with pytest.warns(UserWarning, match="each replica's own examples"):
         replica_exact(trainer.step, batch_norm="replica")(X, Y)
+
+
+def run(name, replicas):
+    """Return the variables before and after the training, and what the steps have returned."""
+    keras.utils.set_random_seed(0)
+    with mirrored(replicas).scope() if replicas else contextlib.nullcontext():
+        loop = own_loops.LOOPS[name](replica_exact if replicas else tf.function)
+        variables = next(loop)
+        return numbers(variables), numbers(next(loop)), numbers(variables)
+
+
+def numbers(values):
+    arrays = map(np.array, map(keras.ops.convert_to_numpy, tf.nest.flatten(values)))
+    return [array for array in arrays if array.dtype.kind == "f"]  # not the states of seeds
+
+
+QUICK = ("tensorflow_custom_training", "dqn")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in own_loops.LOOPS],
+)
+def test_loops_of_guides_train_what_one_device_trains(name):
+    before, outputs, expected = run(name, None)
+    change = max(np.abs(a - b).max() for a, b in zip(before, expected, strict=True))
+    for replicas in (2, 3):
+        _, others, weights = run(name, replicas)
+        for a, b in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-7, atol=1e-6 * change)  # 2e-7 is a bit
+        for a, b in zip(others, outputs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
