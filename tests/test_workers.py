@@ -54,9 +54,9 @@ def of_two_processes(directory):
     }
 
 
-@pytest.mark.parametrize("way", ["fit", "loop"])
+@pytest.mark.parametrize("way", ["fit", "loop", "step"])
 def test_two_processes_train_evaluate_and_predict_as_one_device(two, way):
-    train = {"fit": worker_process.by_fit, "loop": worker_process.by_loop}[way]
+    train = getattr(worker_process, f"by_{way}")
     alone = train(strategies.select_strategy("one"))
     first, second = (found[way] for found in two["found"])
     assert first == second
@@ -98,13 +98,17 @@ def test_the_first_process_alone_writes_and_reports(two):
         ("length, fit", "The number of the batches of the dataset must be the same"),
         ("end, loop", "one has come to its end before the others"),
         ("policy", "Received: auto_shard_policy='OFF'"),
+        ("batch, step", "All processes must read the same batches"),
+        ("iterator, step", "Pass it the batches"),
     ],
 )
 def test_data_that_are_not_the_same_raise_in_all_processes(two, case, sentence):
     first, second = (found["disagreements"][case] for found in two["found"])
     assert first == second
     assert sentence in first
-    assert case == "policy" or "Build the same dataset in every process" in first
+    assert (
+        case in ("policy", "iterator, step") or "Build the same dataset in every process" in first
+    )
 
 
 def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):

@@ -88,6 +88,31 @@ def by_loop(strategy):
     return process_programs.by_loop(model, train, dataset(), epochs=2, **settings)
 
 
+def by_step(strategy):
+    """Train in a loop of one's own, with an optimizer that the first step builds, and evaluate."""
+    with strategy.scope():
+        model, optimizer = process_programs.classifier(dropout=0.5), keras.optimizers.Adam()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @replica_exact
+    def train_step(x, y, weights):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = LOSS(y, logits, weights) + sum(model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(y, logits)
+        return loss
+
+    predict = replica_exact(lambda x: model(x, training=False))
+    losses = [float(train_step(*batch)) for _ in range(2) for batch in dataset()]
+    return {
+        "losses": [*losses, float(accuracy.result())],
+        "predicted": [predict(x).numpy().tolist() for x, *_ in dataset()],
+        "weights": process_programs.values_of([*model.variables, *optimizer.variables]),
+    }
+
+
 def disagreements(strategy, model):
     """Train on data that are not the same in all processes; return the sentences."""
     index = processes.index()
@@ -97,7 +122,10 @@ def disagreements(strategy, model):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     off = dataset().with_options(options)
+    step = replica_exact(lambda batch: other(batch), strategy=strategy)
     ways = {
+        "batch, step": lambda: step(np.full((5, 4), index, "float32")),
+        "iterator, step": lambda: step(iter(dataset())),
         "policy": lambda: model.evaluate(off, verbose=0),
         "order, fit": lambda: model.fit(dataset(seed=index), verbose=0),
         "length, fit": lambda: model.fit(dataset(EXAMPLES + BATCH * index), verbose=0),
@@ -166,6 +194,7 @@ def main():
         "is_chief": strategies.is_chief(),
         "fit": by_fit(strategy, pathlib.Path(sys.argv[1])),
         "loop": by_loop(strategy),
+        "step": by_step(strategy),
         "disagreements": disagreements(strategy, model),
     }
     print(json.dumps(found, default=float), flush=True)
