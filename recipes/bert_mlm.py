@@ -12,9 +12,6 @@ documentation that ships with Python), a directory with the WikiText files, or a
 KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 """
 
-import collections
-import re
-
 from kdpkit import experiment
 
 parser = experiment.argument_parser(  # "sqrt": the rate grows with the root of the replicas
@@ -25,19 +22,14 @@ add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset 
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=32, help="tokens in a sequence")
 add("--warmup-steps", type=int, help="(default: a twentieth of all steps)")
-add(
-    "--clip-norm",
-    type=float,
-    default=1.0,
-    help="largest norm of all gradients together; 0: no clipping",
-)
+norm = "largest norm of all gradients together; 0: no clipping"
+add("--clip-norm", type=float, default=1.0, help=norm)
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
-add("--steps-per-loop", type=positive, default=1, help="as Keras' steps_per_execution")
+add("--steps-per-execution", type=positive, default=1, help="steps of a compiled call")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras_hub import models
 
@@ -58,43 +50,6 @@ def build_model(args, lines):
         model = models.BertMaskedLM(models.BertBackbone(len(words), **size))
     model.backbone.get_layer("pooled_dense").trainable = False  # unused by the masked-word task
     return tokenizer, model
-
-
-def print_guesses(model, tokenizer, splits):
-    """Leave a frequent word out of each held-out sentence, and print the model's best guesses."""
-    counts = collections.Counter(re.findall("[a-z]+", " ".join(splits.train).lower()))
-    frequent = {word for word, _ in counts.most_common(100)} & {*tokenizer.get_vocabulary()}
-    sentence_of_6_to_13_words = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
-    gaps = []  # the text before the word, the word, and the text after it
-    for sentence in re.findall(sentence_of_6_to_13_words, "\n".join(splits.test), re.MULTILINE):
-        words = sentence.split(" ")
-        if positions := [i for i, word in enumerate(words) if word in frequent]:
-            i = positions[len(positions) // 2]  # of several frequent words the one in the middle
-            gaps.append((" ".join(words[:i]), words[i], " ".join(words[i + 1 :])))
-    if not gaps:
-        return
-    start, mask, end = (getattr(tokenizer, f"{name}_token_id") for name in ("start", "mask", "end"))
-    ids = np.full((len(gaps), 64), tokenizer.pad_token_id)
-    for row, (before, _, after) in zip(ids, gaps, strict=True):
-        tokens = [start, *tokenizer(before), mask, *tokenizer(after), end][: len(row)]
-        row[: len(tokens)] = tokens
-    features = {"token_ids": ids, "segment_ids": np.zeros_like(ids)}
-    features["padding_mask"] = ids != tokenizer.pad_token_id
-    features["mask_positions"] = np.argmax(ids == mask, axis=1)[:, np.newaxis]
-    is_word = np.array([token.isalpha() for token in tokenizer.get_vocabulary()])
-    logits = keras.ops.cast(model(features)[:, 0], "float32")
-    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits)) * is_word
-    guesses = np.argsort(-probabilities, axis=1)[:, :4]
-    is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
-    first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
-    print(f"A word left out of {len(gaps)} sentences that training has not seen: the first guess")
-    print(
-        f"is right for {first:.0%} of them, one of four for {among_four:.0%}. The surest guesses:"
-    )
-    for row in np.argsort(-probabilities.max(axis=1))[:4]:
-        before, word, after = gaps[row]
-        best = (f"{tokenizer.id_to_token(i)} {probabilities[row, i]:.0%}" for i in guesses[row])
-        print(f"  {before} ____ {after}\n    {', '.join(best)}; it was: {word}")
 
 
 def main(argv=None):
@@ -133,28 +88,29 @@ def main(argv=None):
     steps = len(train) * args.epochs
     warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     rate = schedules.warmup_polynomial(plan.learning_rate, total_steps=steps, warmup_steps=warmup)
-    # A loop has the `fit` and `evaluate` of a compiled model. The loss of this one is the
-    # cross-entropy at the masked positions; its metrics see the most probable tokens.
-    loop = training.MaskedLMLoop(
-        model,
-        optimizer=keras.optimizers.AdamW(rate, global_clipnorm=args.clip_norm or None),
-        weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
-        strategy=strategy,
-        steps_per_loop=args.steps_per_loop,
-        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
-    )
+    with strategy.scope():
+        training.replica_exact(training.without_logits(model))
+        model.compile(
+            optimizer=keras.optimizers.AdamW(rate, global_clipnorm=args.clip_norm or None),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
+            jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
+            steps_per_execution=args.steps_per_execution,
+        )
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
-    loop.fit(
+    model.fit(
         record.resumed(train),  # with --resume, what the last run has not trained on
-        held_out(splits.validation),
+        validation_data=held_out(splits.validation),
         epochs=args.epochs,
         callbacks=record.callbacks,
         verbose=record.verbose,
+        shuffle=False,  # the pipeline shuffles
     )
-    results = record.results(test=loop.evaluate(held_out(splits.test), verbose=0))
+    test = model.evaluate(held_out(splits.test), return_dict=True, verbose=0)
+    results = record.results(test=test)
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    print_guesses(model, tokenizer, splits)
+    text.print_guesses(model, tokenizer, splits)
     return results
 
 

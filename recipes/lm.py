@@ -5,12 +5,12 @@
 It is KerasHub's GPT-2, small and from scratch, or any such model by `--preset` (Gemma3, Llama3,
 Qwen3, Mistral, ...), of which `--lora RANK` trains small matrices beside the frozen weights. What
 takes memory can be left out without changing what is trained: the logits of all positions are not
-held, `--remat` computes activations again in the backward pass, `--accumulation` splits a batch,
-and on JAX (KERAS_BACKEND=jax) `--shard` shards the optimizer's variables or all, and devices share
-the model by `--model-parallel`. A line before the first epoch says which attention runs: a GPU has
-one that is fused on JAX, with `--precision mixed_bfloat16` and without `--dropout`. `--data` is as
-in bert_mlm.py, or a file of JSON lines like {"prompt": "...", "answer": "..."}: then the loss is
-that of the answers alone.
+held, `--remat` computes activations again in the backward pass, `--accumulation` updates the
+weights after several batches, and on JAX (KERAS_BACKEND=jax) `--shard` shards the optimizer's
+variables or all, and devices share the model by `--model-parallel`. A line before the first epoch
+says which attention runs: a GPU has one that is fused on JAX, with `--precision mixed_bfloat16` and
+without `--dropout`. `--data` is as in bert_mlm.py, or a file of JSON lines like {"prompt": "...",
+"answer": "..."}: then the loss is that of the answers alone.
 """
 
 from kdpkit import experiment
@@ -28,66 +28,43 @@ add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), defau
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=64, help="tokens in a sequence")
 add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
-add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
+accumulated = "batches of an update, each of a K-th of the global batch"
+add("--accumulation", type=positive, default=1, metavar="K", help=accumulated)
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
-directory = {"type": experiment.writable_directory, "metavar": "DIRECTORY"}
-add("--save", **directory, help="what `from_preset` loads then")
+directory = experiment.writable_directory
+add("--save", type=directory, metavar="DIRECTORY", help="what `from_preset` loads then")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
 import numpy as np
-from keras import ops
 from keras_hub import models
 
-from kdpkit import batches, corpora, schedules
+from kdpkit import batches, corpora, schedules, training
 from kdpkit.experiment import text
-from kdpkit.training import TrainingLoop, linear_cross_entropy
 
 
-def build_model(args, lines):
-    """Build a small GPT-2, or the preset's model, up to its hidden states, and its tokenizer."""
+def build_model(args, documents):
+    """Build a small GPT-2, or the preset's model, and its tokenizer."""
     if args.preset:
         tokenizer = text.from_preset(models.Tokenizer, args.preset)
-        model = text.from_preset(models.Backbone, args.preset)
+        backbone = text.from_preset(models.Backbone, args.preset)
     else:
-        words = corpora.learn_vocabulary(lines, args.vocabulary_size)
+        words = corpora.learn_vocabulary(text.lines_of(documents), args.vocabulary_size)
         tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}
-        size["dropout"] = args.dropout
-        model = models.GPT2Backbone(vocabulary_size=len(words), **size)
+        backbone = models.GPT2Backbone(len(words), dropout=args.dropout, **size)
     if args.lora:
-        model.enable_lora(args.lora)
-    return tokenizer, model
-
-
-class CausalLMLoop(TrainingLoop):
-    """The loss of each next token, in chunks of the vocabulary: no position has all its logits."""
-
-    def per_example_loss(self, x, y, *, training):  # noqa: D102
-        hidden, table = self.model(x, training=training), self.model.token_embedding
-        if table.logit_soft_cap:
-            logits = table(hidden, reverse=True)
-            return ops.sparse_categorical_crossentropy(y, logits, from_logits=True), logits
-        kernel = table.embeddings if table.tie_weights else ops.transpose(table.reverse_embeddings)
-        return linear_cross_entropy(hidden, ops.cast(kernel, hidden.dtype), y)
-
-
-def print_continued(model, tokenizer, tokens, seed, known=12):
-    """Continue held-out texts; each token is drawn among the ten most probable."""
-    random = np.random.default_rng(seed)
-    for position in range(known, tokens.shape[1]):
-        tokens[:, position:] = 0  # which causal attention does not see
-        hidden = model({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
-        logits = model.token_embedding(hidden[:, position - 1], reverse=True)
-        logits = ops.convert_to_numpy(ops.cast(logits, "float32"))
-        drawn = np.where(logits < np.sort(logits)[:, -10:-9], -np.inf, logits)
-        tokens[:, position] = np.argmax(drawn + random.gumbel(size=drawn.shape), axis=1)
-    print("Held-out text | and what the model makes of it:")
-    for ids in tokens:
-        print(f"  {tokenizer.detokenize(ids[1:known])} | {tokenizer.detokenize(ids[known:])}")
+        backbone.enable_lora(args.lora)
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    model = training.replica_exact(keras.Model(backbone.input, logits))
+    if not backbone.token_embedding.logit_soft_cap:
+        training.without_logits(model)
+    if args.remat:
+        training.remat(model)
+    return tokenizer, backbone, model
 
 
 def main(argv=None):
@@ -97,57 +74,52 @@ def main(argv=None):
     keras.config.set_dtype_policy(args.precision)
     plan = experiment.plan_from(args, strategy)
     length = args.sequence_length
-    is_pairs = args.data.endswith(".jsonl")
-    splits = (
-        corpora.load_pairs(args.data) if is_pairs else corpora.load_text(args.data, longer_than=100)
-    )
-    lines = [text for pair in splits.train for text in pair] if is_pairs else splits.train
+    splits = text.load(args.data)
     with strategy.scope():
-        tokenizer, model = build_model(args, lines)
-
-    def examples(split):
-        if is_pairs:
-            return text.next_tokens(*text.answers(split, tokenizer, length + 1))
-        return text.next_tokens(text.sequences(split, tokenizer, length + 1))
-
-    size = plan.global_batch_size
+        tokenizer, backbone, model = build_model(args, splits.train)
+    train, *held_out = (
+        text.examples(documents, tokenizer, length)
+        for documents in (splits.train, splits.validation, splits.test)
+    )
+    count, size = args.accumulation, plan.global_batch_size
+    if size % count:
+        parser.error(f"--accumulation must divide the global batch of {size} examples")
     train = batches.ArrayBatches(
-        examples(splits.train),
+        train,
         seed=args.seed,
-        steps_per_epoch=args.steps_per_epoch,
-        global_batch_size=size,
+        steps_per_epoch=args.steps_per_epoch and args.steps_per_epoch * count,
+        global_batch_size=size // count,
     )
-    validation, test = (
-        batches.ArrayBatches(examples(split), mode="eval", global_batch_size=size)
-        for split in (splits.validation, splits.test)
-    )
-    steps = len(train) * args.epochs
+    evaluated = {"mode": "eval", "global_batch_size": size}
+    validation, test = (batches.ArrayBatches(part, **evaluated) for part in held_out)
+    steps = len(train) * args.epochs  # batches, by which Keras' optimizers read a schedule
     rate = schedules.warmup_cosine(plan.learning_rate, total_steps=steps, warmup_steps=steps // 20)
-    loop = CausalLMLoop(
-        model,
-        optimizer=keras.optimizers.AdamW(rate, global_clipnorm=1.0),
-        strategy=strategy,
-        accumulation=args.accumulation,
-        remat=args.remat,
-        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
-    )
-    print(text.attention(loop, train))
-    record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
-    loop.fit(
+    accumulation = {"gradient_accumulation_steps": count} if count > 1 else {}
+    with strategy.scope():
+        model.compile(
+            keras.optimizers.AdamW(rate, global_clipnorm=1.0, **accumulation),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
+        )
+    print(text.attention(model, train))
+    speed = {"tokens_per_example": length, "accumulation": count}
+    record = experiment.Recorder(args, model, strategy, plan, **speed)
+    model.fit(
         record.resumed(train),
-        validation,
+        validation_data=validation,
         epochs=args.epochs,
         callbacks=record.callbacks,
         verbose=record.verbose,
+        shuffle=False,  # the batches shuffle
     )
-    loss = loop.evaluate(test, verbose=0)["loss"]
+    loss = model.evaluate(test, return_dict=True, verbose=0)["loss"]
     results = record.results(test={"loss": loss, "perplexity": np.exp(loss)})
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    for part in (model, tokenizer) if args.save else ():
+    for part in (backbone, tokenizer) if args.save else ():
         part.save_to_preset(str(args.save))
-    if not is_pairs:
-        print_continued(model, tokenizer, np.array(test[0][0]["token_ids"][:4]), args.seed)
+    if not args.data.endswith(".jsonl"):
+        text.print_continued(backbone, tokenizer, np.array(test[0][0]["token_ids"][:4]), args.seed)
     return results
 
 

@@ -51,7 +51,7 @@ ALLOWED = {
         TENSORFLOW | {"jax"},
         {"batches", "callbacks", "checkpoints", "cluster", "scaling", "schedules", "training"},
     ),
-    "experiment": (KERAS, {"callbacks", "scaling"}),
+    "experiment": (KERAS, {"callbacks", "corpora", "scaling"}),
     "_recipe_command": (PURE, set()),
     "cli": (PURE, {"__version__", "launch"}),
     "__main__": (PURE, {"cli"}),

@@ -43,6 +43,8 @@ class Recorder(keras.callbacks.Callback):
         strategy: What `strategy_from` returned.
         plan: What `plan_from` returned.
         tokens_per_example: As for `training_callbacks`.
+        accumulation: Batches of an update, if the optimizer accumulates gradients: each has a part
+            of the plan's examples.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Recorder(keras.callbacks.Callback):
         plan: scaling.ScalePlan,
         *,
         tokens_per_example: float | None = None,
+        accumulation: int = 1,
     ) -> None:
         super().__init__()
         self.set_model(model)
@@ -65,7 +68,7 @@ class Recorder(keras.callbacks.Callback):
             self,
             *callbacks.training_callbacks(
                 args.log_dir,
-                global_batch_size=plan.global_batch_size,
+                global_batch_size=plan.global_batch_size // accumulation,
                 tokens_per_example=tokens_per_example,
                 verbose=self.verbose,
             ),

@@ -3,12 +3,15 @@
 KerasHub's tokenizers work without TensorFlow in 0.32 and newer.
 """
 
+import collections
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
-from kdpkit import errors
+from kdpkit import corpora, errors
 from kdpkit._internal import checks, processes
 
 _LINES_AT_ONCE = 4096
@@ -89,6 +92,20 @@ def answers(
     return ids, is_answer
 
 
+def load(data: str) -> corpora.TextSplits:
+    """Load a text, or a file of JSON lines with pairs of a prompt and its answer."""
+    if data.endswith(".jsonl"):
+        return corpora.load_pairs(data)
+    return corpora.load_text(data, longer_than=100)  # bytes, as headings are shorter
+
+
+def examples(documents: Sequence[Any], tokenizer: Any, length: int) -> tuple[Any, ...]:
+    """Return what a causal model trains on: `next_tokens` of texts, or of pairs of texts."""
+    if _are_pairs(documents):
+        return next_tokens(*answers(documents, tokenizer, length + 1))
+    return next_tokens(sequences(documents, tokenizer, length + 1))
+
+
 def next_tokens(ids: np.ndarray, is_answer: np.ndarray | None = None) -> tuple[Any, ...]:
     """Return what a causal model sees, without the last token, and the token that follows on each.
 
@@ -101,11 +118,74 @@ def next_tokens(ids: np.ndarray, is_answer: np.ndarray | None = None) -> tuple[A
     return features, ids[:, 1:], weights / weights.mean()
 
 
-def attention(loop: Any, dataset: Any) -> str:
-    """Return in one line how a loop's model computes attention: fused, or all scores, and why."""
+def lines_of(documents: Sequence[Any]) -> Sequence[str]:
+    """Return all texts, of pairs both."""
+    return [text for pair in documents for text in pair] if _are_pairs(documents) else documents
+
+
+def _are_pairs(documents: Sequence[Any]) -> bool:
+    return not all(isinstance(document, str) for document in documents[:1])
+
+
+def attention(model: Any, dataset: Any) -> str:
+    """Return in one line how a compiled model computes attention: fused, or all scores, and why."""
     from kdpkit.diagnostics._doctor import batches, slow_steps
 
-    return slow_steps.attention_of(loop, batches.batches_of(dataset).first)
+    return slow_steps.attention_of(model, batches.batches_of(dataset).first)
+
+
+def print_guesses(model: Any, tokenizer: Any, splits: Any) -> None:
+    """Leave a frequent word out of each held-out sentence, and print the model's best guesses."""
+    counts = collections.Counter(re.findall("[a-z]+", " ".join(splits.train).lower()))
+    frequent = {word for word, _ in counts.most_common(100)} & {*tokenizer.get_vocabulary()}
+    sentence_of_6_to_13_words = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
+    gaps = []  # the text before the word, the word, and the text after it
+    for sentence in re.findall(sentence_of_6_to_13_words, "\n".join(splits.test), re.MULTILINE):
+        words = sentence.split(" ")
+        if positions := [i for i, word in enumerate(words) if word in frequent]:
+            i = positions[len(positions) // 2]  # of several frequent words the one in the middle
+            gaps.append((" ".join(words[:i]), words[i], " ".join(words[i + 1 :])))
+    if not gaps:
+        return
+    start, mask, end = (getattr(tokenizer, f"{name}_token_id") for name in ("start", "mask", "end"))
+    ids = np.full((len(gaps), 64), tokenizer.pad_token_id)
+    for row, (before, _, after) in zip(ids, gaps, strict=True):
+        tokens = [start, *tokenizer(before), mask, *tokenizer(after), end][: len(row)]
+        row[: len(tokens)] = tokens
+    features = {"token_ids": ids, "segment_ids": np.zeros_like(ids)}
+    features["padding_mask"] = ids != tokenizer.pad_token_id
+    features["mask_positions"] = np.argmax(ids == mask, axis=1)[:, np.newaxis]
+    is_word = np.array([token.isalpha() for token in tokenizer.get_vocabulary()])
+    logits = keras.ops.cast(model(features)[:, 0], "float32")
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits)) * is_word
+    guesses = np.argsort(-probabilities, axis=1)[:, :4]
+    is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
+    first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
+    print(f"A word left out of {len(gaps)} sentences that training has not seen: the first guess")
+    print(
+        f"is right for {first:.0%} of them, one of four for {among_four:.0%}. The surest guesses:"
+    )
+    for row in np.argsort(-probabilities.max(axis=1))[:4]:
+        before, word, after = gaps[row]
+        best = (f"{tokenizer.id_to_token(i)} {probabilities[row, i]:.0%}" for i in guesses[row])
+        print(f"  {before} ____ {after}\n    {', '.join(best)}; it was: {word}")
+
+
+def print_continued(
+    model: Any, tokenizer: Any, tokens: np.ndarray, seed: int, known: int = 12
+) -> None:
+    """Continue held-out texts; each token is drawn among the ten most probable."""
+    random = np.random.default_rng(seed)
+    for position in range(known, tokens.shape[1]):
+        tokens[:, position:] = 0  # which causal attention does not see
+        hidden = model({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
+        logits = model.token_embedding(hidden[:, position - 1], reverse=True)
+        logits = keras.ops.convert_to_numpy(keras.ops.cast(logits, "float32"))
+        drawn = np.where(logits < np.sort(logits)[:, -10:-9], -np.inf, logits)
+        tokens[:, position] = np.argmax(drawn + random.gumbel(size=drawn.shape), axis=1)
+    print("Held-out text | and what the model makes of it:")
+    for ids in tokens:
+        print(f"  {tokenizer.detokenize(ids[1:known])} | {tokenizer.detokenize(ids[known:])}")
 
 
 def _token_ids(lines: Sequence[str], tokenizer: Any) -> list[list[int]]:
