@@ -3,9 +3,9 @@
     python recipes/cnn_custom_loop.py --strategy mirrored --replicas 2 --log-dir logs/cnn
 
 This is the workload of TensorFlow's guide to custom training loops: two convolutions, 64 images on
-each replica, Adam. The loop trains on every image, including an uneven last batch. To change a
-step, override one method, as `Smoothed` does for `--label-smoothing`. With `--log-dir` the recipe
-saves the model after each epoch, and plots samples of the data and the learning curves. `--data`
+each replica, Adam. The loop trains on every image, including an uneven last batch. Its step is
+written as for one device, with a decorator; `--label-smoothing` is what makes it one's own. With
+`--log-dir` the recipe saves the model and plots samples of the data and learning curves. `--data`
 takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an `.npz`
 file like Keras' mnist.npz. recipes/README.md has measured results.
 """
@@ -15,9 +15,7 @@ from kdpkit import experiment
 parser = experiment.argument_parser(
     __doc__, epochs=10, per_replica_batch_size=64, base_learning_rate=1e-3, rule="sqrt"
 )
-add, positive = parser.add_argument, experiment.positive_integer
-add("--steps-per-loop", type=positive, default=10, help="steps per compiled call")
-add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
+add = parser.add_argument
 add("--label-smoothing", type=float, default=0.0, help="share of all classes in a label")
 last = "keep or drop a smaller last batch; drop it for a TPU"
 add("--remainder", choices=("keep", "drop"), default="keep", help=last)
@@ -25,7 +23,7 @@ experiment.start(parser, __name__)  # checks the flags first: the imports below 
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
+from keras import layers
 from matplotlib.figure import Figure
 
 from kdpkit import corpora, pipelines, training
@@ -48,18 +46,23 @@ def build_model(shape, classes):
     )
 
 
-class Smoothed(training.TrainingLoop):
-    """A loop with label smoothing in the training loss but not in evaluation."""
+def make_train_step(model, metrics, label_smoothing):
+    """Return the step of a batch: labels are smoothed in training, and not in evaluation."""
+    mean, accuracy = metrics
 
-    label_smoothing = 0.0
+    @training.replica_exact  # without it a loop of one device, as the guide has it
+    def train_step(images, labels):
+        with tf.GradientTape() as tape:
+            predictions = model(images, training=True)
+            loss = model.compute_loss(images, labels, predictions)
+            uniform_loss = -tf.reduce_mean(tf.math.log(predictions + keras.config.epsilon()))
+            loss += label_smoothing * (uniform_loss - loss)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        mean.update_state(loss, sample_weight=tf.shape(images)[0])
+        accuracy.update_state(labels, predictions)
 
-    def per_example_loss(self, x, y, *, training):
-        """Return the loss of each image; overriding this method changes the step."""
-        losses, predictions = super().per_example_loss(x, y, training=training)
-        if training:
-            uniform_loss = -ops.mean(ops.log(predictions + keras.config.epsilon()), axis=-1)
-            losses += self.label_smoothing * (uniform_loss - losses)
-        return losses, predictions
+    return train_step
 
 
 def draw(images, labels, history, directory):
@@ -99,26 +102,31 @@ def main(argv=None):
     test = pipelines.eval_pipeline(held_out, remainder="pad", global_batch_size=size)
 
     with strategy.scope():
-        model = build_model(images.shape[1:], splits.classes)
-    loop = Smoothed(
-        model,
-        optimizer=keras.optimizers.Adam(plan.learning_rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        strategy=strategy,
-        steps_per_loop=args.steps_per_loop,
-        accumulation=args.accumulation,
-    )
-    loop.label_smoothing = args.label_smoothing
+        model = training.replica_exact(build_model(images.shape[1:], splits.classes))
+        metrics = [keras.metrics.Mean("loss"), keras.metrics.SparseCategoricalAccuracy("accuracy")]
+        train_step = make_train_step(model, metrics, args.label_smoothing)
+        loss = keras.losses.SparseCategoricalCrossentropy()
+        optimizer = keras.optimizers.Adam(plan.learning_rate)
+        model.compile(optimizer, loss, weighted_metrics=["accuracy"])
+        optimizer.build(model.trainable_variables)
     record = experiment.Recorder(args, model, strategy, plan)
-    loop.fit(
-        record.resumed(train),
-        test,
-        epochs=args.epochs,
-        callbacks=record.callbacks,
-        verbose=record.verbose,
-    )
-    results = record.results(test=loop.evaluate(test, verbose=0))
+    train = record.resumed(train)
+    params = {"epochs": args.epochs, "steps": len(train), "metrics": metrics}
+    params |= {"add_history": True, "verbose": record.verbose}
+    hooks = keras.callbacks.CallbackList(record.callbacks, model=model, **params)
+    hooks.on_train_begin()
+    for epoch in range(record.resume.initial_epoch if record.resume else 0, args.epochs):
+        for metric in metrics:
+            metric.reset_state()
+        hooks.on_epoch_begin(epoch)
+        for step, batch in enumerate(train):
+            hooks.on_train_batch_begin(step)
+            train_step(*batch)
+            hooks.on_train_batch_end(step, logs := {m.name: m.result() for m in metrics})
+        tested = model.evaluate(test, verbose=0, return_dict=True)
+        hooks.on_epoch_end(epoch, logs | {f"val_{name}": tested[name] for name in tested})
+    hooks.on_train_end()
+    results = record.results(test=model.evaluate(test, verbose=0, return_dict=True))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
         draw(images, labels, results["history"], args.log_dir)

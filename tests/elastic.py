@@ -33,7 +33,6 @@ from tests.callbacks.resume_programs import (
     build,
     fit,
     held_out,
-    loop,
     pipeline,
 )
 
@@ -52,7 +51,6 @@ class Leg:
             one; 0 is this process.
         shard: As in `sharding.DataParallel`, on JAX.
         model: How many devices of each replica share the model, on JAX.
-        accumulation: As in `TrainingLoop`, of the program "loop".
         save_freq: As in `Resume`.
     """
 
@@ -62,7 +60,6 @@ class Leg:
     processes: int = 0
     shard: str = "none"
     model: int = 1
-    accumulation: int = 1
     save_freq: str | int = 2
 
 
@@ -106,20 +103,16 @@ def distributing(strategy):
 
 
 def trained(program, leg=None, *callbacks, resume=None):
-    """Train as a program does; return its result.
-
-    "fit" has a plateau, "loop" a schedule of the rate and no batch statistics: it may split batches
-    into micro-batches, each of which is normalized on its own.
-    """
+    """Train as a program does, with a "plateau" or a "schedule"; return its result."""
     here = {"process_count": processes.count(), "process_index": processes.index()}
-    strategy, by_fit = strategy_of(leg), program == "fit"
-    rate = 0.1 if by_fit else schedules.warmup_cosine(0.1, total_steps=STEPS * EPOCHS)
+    strategy, rate = strategy_of(leg), 0.1
+    if program == "schedule":
+        rate = schedules.warmup_cosine(0.1, total_steps=STEPS * EPOCHS)
     with distributing(strategy):
         keras.utils.set_random_seed(0)
         layers = keras.layers
-        norm = layers.BatchNormalization if by_fit else layers.LayerNormalization
-        model = build(layers.Dense(8), norm(), layers.GaussianNoise(0.1))
-        model = replica_exact(model) if leg and by_fit else model
+        model = build(layers.Dense(8), layers.BatchNormalization(), layers.GaussianNoise(0.1))
+        model = replica_exact(model) if leg else model
         model.compile(keras.optimizers.SGD(rate, momentum=0.9), LOSS, metrics=["accuracy"])
     before = weights_of(model)
     train = batches(**here) if ON_JAX else pipeline()
@@ -128,13 +121,8 @@ def trained(program, leg=None, *callbacks, resume=None):
     if resume:
         train = resume.track(train)
         watching.append(resume)
-    if by_fit:
-        with distributing(strategy) if ON_JAX else contextlib.nullcontext():
-            fit(model, train, *watching, validation_data=validation)
-    else:
-        settings = {"strategy": strategy, "accumulation": leg.accumulation if leg else 1}
-        with contextlib.nullcontext() if ON_JAX else strategy.scope():
-            loop(model, train, *watching, validation=validation, of_loop=settings)
+    with distributing(strategy) if ON_JAX else contextlib.nullcontext():
+        fit(model, train, *watching, validation_data=validation)
     return {
         "before": before,
         "weights": weights_of(model),
@@ -150,7 +138,7 @@ def weights_of(model):
 
 def callbacks_of(program):
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.6, patience=1, min_delta=0.2)
-    return [plateau] if program == "fit" else []
+    return [plateau] if program == "plateau" else []
 
 
 class Ending(keras.callbacks.Callback):

@@ -36,7 +36,7 @@ from tests import process_programs
 shards.SMALL = 1  # every variable that the devices divide can be sharded
 
 
-def datasets(*, examples=64, same_data=False, unknown_length=False):
+def datasets(*, examples=64, same_data=False):
     x, y = testing.toy_classification(64)
     position = {"process_count": PROCESSES, "process_index": INDEX}
     of_train = {} if same_data else position
@@ -44,44 +44,43 @@ def datasets(*, examples=64, same_data=False, unknown_length=False):
     test = ArrayBatches(
         (x[:13], y[:13]), global_batch_size=8, remainder="pad", mode="eval", **position
     )
-    return (train[i] for i in range(len(train))) if unknown_length else train, test
+    return train, test
 
 
 def trained(
     *,
-    by="loop",
+    by="fit",
     epochs=3,
     seconds_a_step=0,
     fails_at=None,
     monitors=False,
-    data=None,
     own_data=None,
     shard="none",
     seeds=None,
     groups_of=None,
-    **settings,
+    accumulation=None,
+    **compiled,
 ):
     """Train in one way; `own_data`, `seeds` and `groups_of` have what differs between processes.
 
     So many devices share the model; with 0 there is no distribution.
     """
     assert jax.device_count() == DEVICES
-    train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
+    train, test = datasets(**(own_data or [{}] * PROCESSES)[INDEX])
     model = process_programs.classifier(dropout=0.3, seed=(seeds or [0, 0])[INDEX])
     watching = [process_programs.Steps(seconds_a_step, fails_at if INDEX else None)]
     watching += [callbacks.DeviceMonitor()] if monitors else []
-    settings |= {"epochs": epochs, "callbacks": watching, "examples": test.examples}
+    compiled["optimizer"] = keras.optimizers.Adam(gradient_accumulation_steps=accumulation)
     strategy = sharding.DataParallel(shard=shard)
     if groups_of:
         size = groups_of[INDEX]
         strategy = sharding.ModelParallel(model=size) if size else None
-    if by == "loop":
-        return process_programs.by_loop(model, train, test, strategy=strategy, **settings)
     keras.distribution.set_distribution(strategy)
     try:
         if by == "step":
             return process_programs.by_step(model, train, epochs=epochs)
-        return process_programs.by_fit(model, train, test, **settings)
+        settings = {"epochs": epochs, "callbacks": watching, "examples": test.examples}
+        return process_programs.by_fit(model, train, test, compiled=compiled, **settings)
     finally:
         keras.distribution.set_distribution(None)
 

@@ -9,7 +9,7 @@ import numpy as np
 from keras import layers
 
 from kdpkit import checkpoints
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import replica_exact
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -48,15 +48,6 @@ def by_fit(model, train, held_out, *, epochs, compiled=None, examples=None, **se
     history = model.fit(train, verbose=0, **settings).history
     evaluated = model.evaluate(held_out, verbose=0, return_dict=True)
     return results(model, history, evaluated, model.predict(held_out, verbose=0)[:examples])
-
-
-def by_loop(model, train, held_out, *, epochs, callbacks=(), examples=None, **settings):
-    """Train with a loop, evaluate and predict."""
-    settings = {"optimizer": "adam", "loss": LOSS, "weighted_metrics": ["accuracy"]} | settings
-    loop = TrainingLoop(model, **settings)
-    fitted = loop.fit(train, held_out, epochs=epochs, callbacks=[*callbacks], verbose=0)
-    evaluated = loop.evaluate(held_out, verbose=0)
-    return results(model, fitted.history, evaluated, loop.predict(held_out, verbose=0)[:examples])
 
 
 def by_step(model, train, *, epochs):

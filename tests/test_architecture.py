@@ -66,8 +66,6 @@ USING_PRIVATE = {
     "pipelines/_stages.py",
     "training/_keras_internals.py",
     "training/jax/_fit.py",
-    "training/jax/_moments.py",
-    "training/jax/_random.py",
     "training/tensorflow/_keras_internals.py",
     "training/tensorflow/_patches.py",
 }

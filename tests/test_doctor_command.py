@@ -45,14 +45,12 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
 
 INPUT = """
 import keras, tensorflow as tf
-from kdpkit.training import TrainingLoop
 ds = tf.data.Dataset.from_tensor_slices((tf.zeros([64, 8]), tf.zeros([64], tf.int32)))
 train, held_out = {train}, ds.shuffle(64).batch(16).cache()
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 if __name__ == "__main__":
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
     model.compile("adam", loss)
-    loop = TrainingLoop(model, optimizer="adam", loss=loss)
     {fit}
 """
 FROZEN, FRESH = "ds.shuffle(64).cache().batch(16)", "ds.cache().shuffle(64).batch(16)"
@@ -67,7 +65,6 @@ THRICE = f"{FRESH}.repeat(3)"
         (FRESH, "model.fit(train, validation_data=held_out)", set()),
         (THRICE, "model.fit(train, epochs=5, initial_epoch=4)", set()),
         (THRICE, "model.fit(train, epochs=2)", {"repeat"}),
-        (THRICE, "loop.fit(train, epochs=2)", {"repeat"}),
         (FRESH, "model.fit(train, epochs=2, steps_per_epoch=5)", {"runs-out"}),
     ],
 )

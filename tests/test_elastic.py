@@ -15,9 +15,9 @@ pytestmark = [
 ]
 CUT = {"shard": "weights"} if ON_JAX else {}
 SCHEDULES = {
-    "fit": [Leg(2, "SIGTERM", 4, **CUT), Leg(1, "error", 2, save_freq=1), Leg(3)],
-    "loop": [
-        *(Leg(1, "request", 1, save_freq="epoch"), Leg(1, "SIGTERM", 3, accumulation=2)),
+    "plateau": [Leg(2, "SIGTERM", 4, **CUT), Leg(1, "error", 2, save_freq=1), Leg(3)],
+    "schedule": [
+        *(Leg(1, "request", 1, save_freq="epoch"), Leg(1, "SIGTERM", 3)),
         *(Leg(2, "error", 4, **CUT), Leg(2)),
     ],
 }
@@ -32,7 +32,7 @@ def _small_variables_are_cut(monkeypatch):
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(name, marks=[] if ON_JAX and name == "fit" else pytest.mark.slow)
+        pytest.param(name, marks=[] if ON_JAX and name == "plateau" else pytest.mark.slow)
         for name in SCHEDULES
     ],
 )
@@ -41,7 +41,7 @@ def test_a_run_goes_on_with_other_replicas(program, tmp_path):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("program", ["fit", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", ["plateau", pytest.param("schedule", marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_other_devices_share_the_model(program, tmp_path):
     legs = [
         Leg(2, "SIGTERM", 3, model=2, save_freq=1),
@@ -62,4 +62,4 @@ def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_p
         *([Leg(2, "request", 1, processes=2, model=2)] if ON_JAX else []),
         Leg(1),
     ]
-    elastic.assert_ends_as_undisturbed("fit", legs, tmp_path)
+    elastic.assert_ends_as_undisturbed("plateau", legs, tmp_path)

@@ -22,19 +22,17 @@ from kdpkit.sharding import join_processes
 from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
-RUNS = {"loop": {"by": "loop", "accumulation": 2}, "fit": {"by": "fit"}, "step": {"by": "step"}}
+RUNS = {"plain": {}, "accumulating": {"accumulation": 2}, "step": {"by": "step"}}
 UNEVEN = [{}, {"examples": 48}]  # what differs between two processes
 DISAGREE = {
-    "uneven, fit": {"by": "fit", "own_data": UNEVEN},
-    "alike, loop": {"by": "loop", "own_data": [{"same_data": True}] * 2},
+    "uneven": {"own_data": UNEVEN},
+    "alike": {"own_data": [{"same_data": True}] * 2},
     "alike, step": {"by": "step", "own_data": [{"same_data": True}] * 2},
+    "seed": {"seeds": [0, 1]},
     "seed, step": {"by": "step", "seeds": [0, 1]},
-    "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
-    "seed, fit": {"by": "fit", "seeds": [0, 1]},
-    "alone, fit": {"by": "fit", "groups_of": [0, 0]},
-    "groups, fit": {"by": "fit", "groups_of": [4, 4]},
-    "groups, loop": {"by": "loop", "groups_of": [4, 4]},
-    "meshes, fit": {"by": "fit", "groups_of": [1, 2]},
+    "alone": {"groups_of": [0, 0]},
+    "groups": {"groups_of": [4, 4]},
+    "meshes": {"groups_of": [1, 2]},
 }
 
 pytestmark = [
@@ -79,11 +77,8 @@ def two(tmp_path_factory):
     """
 
     def train():
-        runs = {
-            "loop": RUNS["loop"] | {"monitors": True, "shard": "weights", "steps_per_loop": 3},
-            "fit": RUNS["fit"] | {"compiled": {"steps_per_execution": 3}},
-            "step": RUNS["step"],
-        }
+        sharded = {"monitors": True, "shard": "weights", "steps_per_execution": 3}
+        runs = RUNS | {"accumulating": RUNS["accumulating"] | sharded}
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
         with together(2, *runs.values(), {"fails_at": 2, "seeds": [0, 0]}) as started:
             ends = {"codes": started.end(), "shown": started.shown}
@@ -100,7 +95,9 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("way", RUNS)
 def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
     first, second = two[way]
-    monitored = {"process_memory_gib", "process_cpu_utilization"} if way == "loop" else set()
+    monitored = (
+        {"process_memory_gib", "process_cpu_utilization"} if way == "accumulating" else set()
+    )
     assert monitored <= first["history"].keys()  # the first process alone logs them
     for name in first["history"].keys() - second["history"].keys() if monitored else ():
         del first["history"][name]
@@ -115,16 +112,14 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        ("uneven, fit", "The number of batches of `x`, and their shapes, must be the same"),
-        ("alike, loop", "The first batch of `train` must differ between processes"),
-        ("end, loop", "The number of batches of `train` must be the same in all processes"),
+        ("uneven", "The number of batches of `x`, and their shapes, must be the same"),
+        ("alike", "The first batch of `x` must differ between processes"),
         ("alike, step", "The first batch of a step must differ between processes"),
+        ("seed", "A variable has not the same value in all processes"),
         ("seed, step", "A variable has not the same value in all processes"),
-        ("seed, fit", "A variable has not the same value in all processes"),
-        ("alone, fit", "each process would train a model of its own"),
-        ("groups, fit", "devices that share the model must be of one process"),
-        ("groups, loop", "devices that share the model must be of one process"),
-        ("meshes, fit", "The devices of the distribution must be the same in all processes"),
+        ("alone", "each process would train a model of its own"),
+        ("groups", "devices that share the model must be of one process"),
+        ("meshes", "The devices of the distribution must be the same in all processes"),
     ],
 )
 def test_processes_that_disagree_raise(two, run, sentence):

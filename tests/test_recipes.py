@@ -27,9 +27,9 @@ EXACT += ("--steps-per-epoch", str(STEPS))
 FLAGS = {
     "bert_mlm": ("--sequence-length", "16", "--jit", "off"),
     "lm": ("--vocabulary-size", "60", "--sequence-length", "16", "--layers", "1"),
-    "cnn_custom_loop": ("--label-smoothing", "0.1", "--steps-per-loop", "1"),
+    "cnn_custom_loop": ("--label-smoothing", "0.1"),
 }
-AS_WELL = {"lm": ("--remat",), "cnn_custom_loop": ("--accumulation", "2")}
+AS_WELL = {"lm": ("--remat",)}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from tests.processes import ROOT, run
 
 SERVED = {
     "replica_exact": ("tensorflow", "jax"),
-    "TrainingLoop": ("tensorflow", "jax"),
     "linear_cross_entropy": ("tensorflow", "jax"),
     "check_parity": ("tensorflow",),
     "strategies": ("tensorflow",),

@@ -54,7 +54,7 @@ def of_two_processes(directory):
     }
 
 
-@pytest.mark.parametrize("way", ["fit", "loop", "step"])
+@pytest.mark.parametrize("way", ["fit", "step"])
 def test_two_processes_train_evaluate_and_predict_as_one_device(two, way):
     train = getattr(worker_process, f"by_{way}")
     alone = train(strategies.select_strategy("one"))
@@ -96,7 +96,7 @@ def test_the_first_process_alone_writes_and_reports(two):
     [
         ("order, fit", "All processes must read the same batches"),
         ("length, fit", "The number of the batches of the dataset must be the same"),
-        ("end, loop", "one has come to its end before the others"),
+        ("end, fit", "one has come to its end before the others"),
         ("policy", "Received: auto_shard_policy='OFF'"),
         ("batch, step", "All processes must read the same batches"),
         ("iterator, step", "Pass it the batches"),

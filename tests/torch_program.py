@@ -85,7 +85,6 @@ def part(name):
     model = testing.tiny_classifier()
     calls = {
         "replica_exact": lambda: kdpkit.training.replica_exact(model),
-        "TrainingLoop": lambda: kdpkit.training.TrainingLoop(model, optimizer="sgd", loss=LOSS),
         "linear_cross_entropy": lambda: kdpkit.training.linear_cross_entropy(
             np.ones((2, 3)), np.ones((5, 3)), np.zeros(2, int)
         ),

@@ -64,11 +64,6 @@ def test_the_program_trains(tmp_path: Path) -> None:
     watching = [*callbacks.training_callbacks(global_batch_size=plan.global_batch_size), resume]
     history = model.fit(resume.track(train), epochs=EPOCHS, callbacks=watching, verbose=0).history
 
-    with strategy.scope():
-        loop = training.TrainingLoop(
-            build(schedule), optimizer="sgd", loss="sparse_categorical_crossentropy"
-        )
-    assert_type(loop, training.TrainingLoop)
     report = training.check_parity(lambda: build(schedule), train, replicas=2)
     assert_type(report.equal, bool)
     assert_type(report.variable, str)

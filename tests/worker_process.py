@@ -25,7 +25,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 from kdpkit import callbacks, experiment, strategies, testing
 from kdpkit._internal import processes
 from kdpkit.batches import ArrayBatches
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import replica_exact
 from tests import process_programs
 from tests.process_programs import LOSS, sentence_of
 from tests.processes import free_port
@@ -79,15 +79,6 @@ def by_fit(strategy, directory=None):
     return found | {"on_batch": model.train_on_batch(x[:5], y[:5])}
 
 
-def by_loop(strategy):
-    """Train three steps in a call, of two micro-batches each."""
-    with strategy.scope():
-        model = process_programs.classifier()
-    settings = {"steps_per_loop": 3, "accumulation": 2, "jit_compile": False, "strategy": strategy}
-    train = dataset().filter(lambda *_: True)
-    return process_programs.by_loop(model, train, dataset(), epochs=2, **settings)
-
-
 def by_step(strategy):
     """Train in a loop of one's own, with an optimizer that the first step builds, and evaluate."""
     with strategy.scope():
@@ -118,7 +109,6 @@ def disagreements(strategy, model):
     index = processes.index()
     with strategy.scope():
         other = testing.tiny_classifier()
-    loop = TrainingLoop(other, optimizer="sgd", loss=LOSS, strategy=strategy)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     off = dataset().with_options(options)
@@ -129,7 +119,7 @@ def disagreements(strategy, model):
         "policy": lambda: model.evaluate(off, verbose=0),
         "order, fit": lambda: model.fit(dataset(seed=index), verbose=0),
         "length, fit": lambda: model.fit(dataset(EXAMPLES + BATCH * index), verbose=0),
-        "end, loop": lambda: loop.fit(of_unknown_length(3 + index), epochs=1, verbose=0),
+        "end, fit": lambda: model.fit(of_unknown_length(3 + index), verbose=0),
     }
     return {name: sentence_of(way) for name, way in ways.items()}
 
@@ -193,7 +183,6 @@ def main():
         "strategy": strategies.describe(strategy),
         "is_chief": strategies.is_chief(),
         "fit": by_fit(strategy, pathlib.Path(sys.argv[1])),
-        "loop": by_loop(strategy),
         "step": by_step(strategy),
         "disagreements": disagreements(strategy, model),
     }

@@ -49,11 +49,6 @@ class Shards(NamedTuple):
     def optimizer(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
         return self._placed(spec) if self.kind == "none" else self._over_batch(spec, shape)
 
-    @property
-    def is_any(self) -> bool:
-        """Return whether a device may hold only a part of a variable."""
-        return self.kind != "none" or len(self.mesh.axis_names) > 1
-
     def gathered(self, weight: jax.Array, variable: keras.Variable) -> jax.Array:
         """Gather a sharded weight in a program; without this XLA may gather activations instead.
 

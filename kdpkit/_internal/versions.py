@@ -32,23 +32,6 @@ def reject_unknown(name: str, **versions: str) -> NoReturn:
     )
 
 
-def reject_sums_over_examples(model: keras.Model) -> None:
-    """Raise for activity regularizers in Keras before 3.14: they are sums over the examples.
-
-    Those of replicas and micro-batches do not add up as the mean losses do
-    (keras-team/keras#22018).
-    """
-    for layer in model._flatten_layers() if KERAS < (3, 14) else ():
-        if getattr(layer, "activity_regularizer", None) is not None:
-            checks.fail(
-                "Before Keras 3.14 an `activity_regularizer` is a sum over the examples, "
-                "which cannot be made exact over replicas or micro-batches. Install "
-                "Keras 3.14 or later, or call `add_loss` with a mean over the examples.",
-                layer=layer.name,
-                keras=keras.__version__,
-            )
-
-
 def check_processes_are_supported() -> None:
     """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax
@@ -116,15 +99,6 @@ def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, we
         model._symbolic_build(data_batch=(x, y, weights))
 
 
-def compile_settings(model: keras.Model) -> dict[str, Any]:
-    """Return those arguments of `compile` that `TrainingLoop` takes, with the present optimizer."""
-    settings = getattr(getattr(model, "_compile_config", None), "config", None)
-    if settings is None:
-        reject_unknown("Model._compile_config")
-    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
-    return {name: settings[name] for name in names} | {"optimizer": model.optimizer}
-
-
 @contextlib.contextmanager
 def unbuilt_losses(model: keras.Model) -> Iterator[None]:
     """Leave the losses of a model as they are, which `compute_loss` builds at its first call.
@@ -143,16 +117,6 @@ def unbuilt_losses(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         model._compile_loss = losses
-
-
-def forget_metrics(model: keras.Model) -> None:
-    """Remove a model's metrics, which `compile(metrics=None)` keeps.
-
-    With an empty list Keras before 3.14 asks for one list for each output.
-    """
-    if not hasattr(model, "_compile_metrics"):
-        reject_unknown("Model._compile_metrics")
-    model._compile_metrics = None
 
 
 def global_seeds() -> list[keras.Variable]:

@@ -1,6 +1,6 @@
 """Batches of NumPy arrays by the rules of `kdpkit.pipelines`, without TensorFlow.
 
-`ArrayBatches` is a `keras.utils.PyDataset`, so `fit`, `evaluate` and `TrainingLoop` take it on
+`ArrayBatches` is a `keras.utils.PyDataset`, so `fit` and `evaluate` take it on
 every backend. It splits arrays, or a `Source` of examples, as `from_datasets` and `from_grain`
 return.
 """

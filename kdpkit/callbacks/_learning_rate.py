@@ -142,8 +142,8 @@ class LearningRateLogger(AppliedRateCallback):
     several rates, or of what is no Keras optimizer.
 
     A plain rate may be set by any callback in any hook, before each batch or after it, earlier or
-    later in the list. In loops that do not call Keras' compiled step, as `TrainingLoop`, one that
-    is set inside an epoch is logged as it was at the epoch's first batch. Of a function
+    later in the list. In a loop of your own one that is set inside an epoch is logged as it was at
+    the epoch's first batch. Of a function
     (`learning_rate=lambda: ...`) it is what it returns at the end of the epoch.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 4, end_learning_rate=0.0)

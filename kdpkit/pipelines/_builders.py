@@ -140,8 +140,8 @@ def eval_pipeline(
 
     Nothing is shuffled, and every example is evaluated once: `evaluate` and `fit(validation_data)`
     report the loss and the metrics of one pass over the examples. On several replicas wrap the
-    model in `kdpkit.training.replica_exact`, or use `TrainingLoop`: plain Keras raises if the
-    replicas do not divide the first batch (TensorFlow), or any (JAX).
+    model in `kdpkit.training.replica_exact`: plain Keras raises if the replicas do not divide the
+    first batch (TensorFlow), or any (JAX).
 
     Args:
         source: A finite dataset of single examples; or names of files or a pattern, with `read`.

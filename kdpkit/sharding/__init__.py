@@ -3,7 +3,7 @@
 A program under `jax.jit` sees the global batch, and XLA splits the work, so means, batch statistics
 and dropout masks equal those of one device on any number of devices. Only the arrays have to be
 placed: variables on every device, batches sharded along their examples. `DataParallel` does that
-for Keras' `fit` and for `kdpkit.training.TrainingLoop`, and `ModelParallel` where a model is larger
+for Keras' `fit` and for steps of one's own, and `ModelParallel` where a model is larger
 than a device.
 """
 

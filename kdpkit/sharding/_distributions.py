@@ -92,7 +92,7 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     Variables are created in parts, each on its device, so a model may be built that no single
     device could hold. The variables of the optimizer are shared as their weights are. Batches may
-    have any size with `replica_exact` and `kdpkit.training.TrainingLoop`.
+    have any size with `replica_exact`.
 
     Args:
         devices: As for `DataParallel`.
@@ -104,8 +104,8 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     Raises:
         ValueError: `model` does not divide the devices, an axis of `layout_map` is unknown, or
-            `shard` is something else; or devices as for `DataParallel`. `replica_exact` and
-            `TrainingLoop` raise if a pattern of `layout_map` matches nothing.
+            `shard` is something else; or devices as for `DataParallel`. `replica_exact`
+            raises if a pattern of `layout_map` matches nothing.
 
     >>> with ModelParallel(4, model=2).scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
@@ -195,7 +195,7 @@ class ModelParallel(keras.distribution.ModelParallel):
     def lay_out(self, model: keras.Model) -> None:
         """Check `layout_map`, and shard variables that were created before it was set.
 
-        `replica_exact` and `TrainingLoop` call it.
+        `replica_exact` calls it.
         """
         _layouts.require_matches(model, self._layout_map)
         for variable, layout in self.layouts_of(model):

@@ -3,9 +3,7 @@
 `replica_exact` makes Keras' own `fit` exact, and a step of your own. `without_logits` keeps the
 logits of a language model out of memory, `remat` the activations of blocks; `linear_cross_entropy`
 is the loss of a large vocabulary. `check_parity` reports whether several devices train what one
-device trains. `TrainingLoop` is a loop with a step of your own, `MaskedLMLoop` one for masked
-language models, `global_mean_loss` the loss of a loop that you write yourself. Each loads its
-framework on first use.
+device trains. Each loads its framework on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -15,18 +13,12 @@ from kdpkit._internal import lazy_names
 if TYPE_CHECKING:
     from kdpkit.training._exact import replica_exact
     from kdpkit.training._linear_cross_entropy import linear_cross_entropy
-    from kdpkit.training._loop import TrainingLoop
-    from kdpkit.training._losses import global_mean_loss
-    from kdpkit.training._masked_lm import MaskedLMLoop
     from kdpkit.training._parity import check_parity
     from kdpkit.training._remat import remat
     from kdpkit.training._without_logits import without_logits
 
 _HOMES = {
-    "MaskedLMLoop": "_masked_lm",
-    "TrainingLoop": "_loop",
     "check_parity": "_parity",
-    "global_mean_loss": "_losses",
     "linear_cross_entropy": "_linear_cross_entropy",
     "remat": "_remat",
     "replica_exact": "_exact",
@@ -34,10 +26,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "MaskedLMLoop",
-    "TrainingLoop",
     "check_parity",
-    "global_mean_loss",
     "linear_cross_entropy",
     "remat",
     "replica_exact",

@@ -47,7 +47,15 @@ def remat(model: Model) -> Model:
     """
     backend = checks.backend("`remat`", "tensorflow", "jax")
     checkpointed = importlib.import_module(f"kdpkit.training.{backend}._remat").checkpointed
-    for block in _some_blocks_of(model):
+    blocks = [*blocks_of(model)]
+    if not blocks:
+        checks.fail(
+            "`remat` computes the inner activations of blocks again, and this model has none: no "
+            "layer of it contains layers.",
+            model=model.name,
+            remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
+        )
+    for block in blocks:
         if not hasattr(block.call, "kdpkit_remat"):
             # Not `setattr`, with which Keras looks for layers and variables to track.
             vars(block)["call"] = _rematerialized(block, checkpointed)
@@ -132,15 +140,23 @@ class BlockCall:
 
 
 @contextlib.contextmanager
-def rematerialised(loop: Any, checkpointed: Callable[[BlockCall], Result]) -> Iterator[None]:
-    """Trace a training step with rematerialized blocks, if the loop has `remat=True`.
-
-    The backend's `checkpointed` computes a block now, and again for its gradient.
-    """
-    with contextlib.ExitStack() as stack:
-        for block in _some_blocks_of(loop.model) if loop.remat else ():
-            stack.enter_context(_replaced_call(block, checkpointed))
+def rematerialized(model: keras.Model, is_on: bool) -> Iterator[None]:
+    """Have a model do for a while what `remat` has it do."""
+    former = [(block, vars(block).get("call")) for block in blocks_of(model)]
+    if is_on:
+        remat(model)
+    try:
         yield
+    finally:
+        for block, call in former:
+            if call is None:
+                vars(block).pop("call", None)
+            else:
+                vars(block)["call"] = call
+
+
+def is_rematerialized(model: keras.Model) -> bool:
+    return any(hasattr(block.call, "kdpkit_remat") for block in blocks_of(model))
 
 
 def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
@@ -150,19 +166,6 @@ def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
             yield from [*blocks_of(layer)] or [layer]
         elif layer._flatten_layers(include_self=False, recursive=False):
             yield layer
-
-
-def _some_blocks_of(model: keras.Model) -> list[keras.Layer]:
-    """Return the blocks of a model, each once; raise if there are none."""
-    blocks = [*{id(block): block for block in blocks_of(model)}.values()]
-    if not blocks:
-        checks.fail(
-            "`remat` computes the inner activations of blocks again, and this model has none: no "
-            "layer of it contains layers.",
-            model=model.name,
-            remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
-        )
-    return blocks
 
 
 def _rematerialized(block: keras.Layer, checkpointed: Callable[[BlockCall], Result]) -> Callable:
@@ -180,21 +183,6 @@ def _rematerialized(block: keras.Layer, checkpointed: Callable[[BlockCall], Resu
 
     rematerialized_call.kdpkit_remat = True  # type: ignore[attr-defined]  # not to be done again
     return rematerialized_call
-
-
-@contextlib.contextmanager
-def _replaced_call(
-    block: keras.Layer, checkpointed: Callable[[BlockCall], Result]
-) -> Iterator[None]:
-    attributes = vars(block)
-    former = {"call": block.call} if "call" in attributes else {}
-    if not hasattr(block.call, "kdpkit_remat"):
-        attributes["call"] = _rematerialized(block, checkpointed)
-    try:
-        yield
-    finally:
-        attributes.pop("call", None)
-        attributes.update(former)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from keras import layers
 
 from kdpkit import testing
 from kdpkit.batches import ArrayBatches
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import replica_exact
 
 ON_JAX = keras.backend.backend() == "jax"
 STEPS, EPOCHS = 5, 3
@@ -93,13 +93,6 @@ def fit(model, train, *watching, **settings):
     return model
 
 
-def loop(model, train, *watching, of_loop=None, **settings):
-    compiled = {"optimizer": model.optimizer, "loss": LOSS, "metrics": ["accuracy"]}
-    settings = {"epochs": EPOCHS, "verbose": 0} | settings
-    TrainingLoop(model, **compiled, **(of_loop or {})).fit(train, callbacks=[*watching], **settings)
-    return model
-
-
 # With validation, and all that a state has.
 
 
@@ -118,10 +111,11 @@ def by_fit(resume, *others):
 
 
 @program()
-def by_a_loop(resume, *others):
+def on_a_pipeline_by_several_steps(resume, *others):
     train = resume.track(batches() if ON_JAX else pipeline())
-    settings = {"steps_per_loop": 1 if ON_JAX else 2}
-    return loop(thorough(), train, *others, resume, validation=held_out(), of_loop=settings)
+    model = thorough()
+    model.compile(model.optimizer, LOSS, ["accuracy"], steps_per_execution=2)
+    return fit(replica_exact(model), train, *others, resume, validation_data=held_out())
 
 
 # Epochs, executions and calls of `fit`.

@@ -124,7 +124,8 @@ def assert_ends_as_undisturbed(name, tmp_path, *stops, **settings):
         assert one == pytest.approx(other)
 
 
-QUICK = {"by_fit", "in_two_phases", "by_a_loop" if ON_JAX else "on_shuffled_stages"}
+SEVERAL_STEPS = "on_a_pipeline_by_several_steps"
+QUICK = {"by_fit", "in_two_phases", SEVERAL_STEPS if ON_JAX else "on_shuffled_stages"}
 
 
 @pytest.mark.parametrize(
@@ -137,14 +138,14 @@ def test_a_program_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(4))
-@pytest.mark.parametrize("name", ["by_fit", "by_a_loop"])
+@pytest.mark.parametrize("name", ["by_fit", SEVERAL_STEPS])
 def test_a_program_that_was_stopped_anywhere_in_any_way_ends_as_one_that_was_not(
     name, turn, tmp_path
 ):
     """Every hook, every way and every frequency has its turn in each program."""
     draw = random.Random(f"{name} {turn}")
     hooks, ways = [*HOOKS], [*WAYS][:4]
-    shift = 2 * (name == "by_a_loop")
+    shift = 2 * (name != "by_fit")
     stops = [
         Stop(ways[(number + shift) % 4], draw.randint(1, HOOKS[hooks[number]]), hooks[number])
         for number in (turn, (turn + 1) % 4)

@@ -8,7 +8,6 @@ from keras import layers
 
 from kdpkit import testing
 from kdpkit.callbacks import Resume
-from kdpkit.training import TrainingLoop
 from tests.callbacks.resume_programs import ARRAYS, STEPS, Shuffled, batches, compiled, fit
 from tests.callbacks.test_resume import Stop
 
@@ -136,18 +135,3 @@ def test_data_that_cannot_go_back_raise(tmp_path):
     stopped(resume, model, train, STEPS + 2)
     with pytest.raises(ValueError, match="cannot go back .*dataset='Shuffled'"):
         fit(model, train, resume)
-
-
-def test_a_state_of_a_loops_model_with_more_layers_does_not_fit(tmp_path):
-    class Loop(TrainingLoop):
-        def per_example_loss(self, x, y, *, training):  # noqa: ARG002 the model has no loss
-            return keras.ops.mean(self.model(x), axis=-1), self.model(x)
-
-    def by_loop(*more):
-        model = keras.Sequential([keras.Input((4,)), *more, layers.Dense(1)])
-        loop, resume = Loop(model, optimizer="sgd", jit_compile=False), Resume(tmp_path)
-        loop.fit(resume.track(batches()), epochs=1, verbose=0, callbacks=[resume])
-
-    by_loop(layers.Dense(4))
-    with pytest.raises(ValueError, match="does not fit the model, which has 2 variables"):
-        by_loop()

@@ -1,5 +1,6 @@
 """What makes a step slow: found in a program that has the fault, and not in its twin."""
 
+import functools
 import math
 import warnings
 
@@ -13,7 +14,7 @@ from kdpkit.diagnostics import check_input, check_speed, plan_memory
 from kdpkit.diagnostics._doctor import slow_steps, speed
 from kdpkit.diagnostics._doctor.slow_steps import Device
 from kdpkit.experiment import text
-from kdpkit.training import TrainingLoop, linear_cross_entropy
+from kdpkit.training import linear_cross_entropy, remat
 from tests.training.test_programs import ALL
 
 CPU, GPU, TPU = Device("cpu", False, 10.0), Device("gpu", True, 150.0), Device("tpu", True, 150.0)
@@ -108,14 +109,12 @@ def test_a_kernel_of_cudnn_is_seen_in_the_program(monkeypatch):
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
     model = language_model()
     assert found(model) == {}
-    loop = TrainingLoop(model, optimizer="adam", loss=CROSS_ENTROPY)
-    assert text.attention(loop, (TOKENS, TOKENS)) == "Attention: fused in 1 layer"
+    assert text.attention(model, (TOKENS, TOKENS)) == "Attention: fused in 1 layer"
     assert "float32" in found(language_model(policy="float32"))["attention"].problem
 
 
 def test_a_cpu_and_tensorflow_have_no_fused_attention_and_say_so():
-    loop = TrainingLoop(language_model(), optimizer="adam", loss=CROSS_ENTROPY)
-    line = text.attention(loop, (TOKENS[:2], TOKENS[:2]))
+    line = text.attention(language_model(), (TOKENS[:2], TOKENS[:2]))
     why = "a CPU has no kernel for it."
     assert line == f"Attention: all scores, [2, 4, 512, 512], in 1 layer: {why}"
     if not IS_JAX:
@@ -140,13 +139,26 @@ def test_without_its_dropout_an_attention_needs_less_memory():
 # Logits, precision, and batches.
 
 
-class ChunkedLoop(TrainingLoop):
-    """The loss of the last layer's logits, in chunks."""
+class ChunkedLosses(layers.Layer):
+    """The losses of the last layer's logits, in chunks."""
 
-    def per_example_loss(self, x, y, *, training):
-        last = self.model.get_layer("last")
-        hidden = keras.Model(self.model.inputs, last.input)(x, training=training)
-        return linear_cross_entropy(hidden, ops.transpose(last.kernel), y, bias=last.bias)
+    def build(self, hidden_shape, labels_shape):
+        del labels_shape
+        self.kernel = self.add_weight((20_000, hidden_shape[-1]))
+
+    def call(self, hidden, labels):
+        return linear_cross_entropy(hidden, self.kernel, labels).losses
+
+
+def in_chunks():
+    model, labels = (
+        language_model(size=20_000, policy="float32"),
+        keras.Input((512,), dtype="int32"),
+    )
+    hidden = model.get_layer("last").input
+    model = keras.Model([model.input, labels], ChunkedLosses()(hidden, labels))
+    model.compile("adam", lambda _, losses: losses)
+    return model
 
 
 def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
@@ -155,19 +167,18 @@ def test_logits_of_a_large_vocabulary_are_found_and_those_in_chunks_are_not():
     (finding,) = (each for each in report.findings if each.rule == "logits")
     assert "20,000 tokens are held at 8,192 positions at once" in finding.problem
     assert f"{20_000 * 8192 * 8 / 2**30:.3g} GiB" in finding.problem
-    assert "logits" not in found(ChunkedLoop(model, optimizer="adam"))
+    assert "logits" not in found(in_chunks(), batch=([TOKENS, TOKENS], TOKENS))
     assert "logits" not in found(language_model(size=100))
 
 
 @planned
 def test_logits_in_chunks_take_less_memory():
-    def plan(loop, **settings):
-        data = batches.ArrayBatches((TOKENS, TOKENS), global_batch_size=16)
-        model = language_model(size=20_000, policy="float32")
-        return data, loop(model, optimizer="adam", **settings)
+    def plan(model, x):
+        data = batches.ArrayBatches((x, TOKENS), global_batch_size=16)
+        return plan_memory(lambda: (data, model()), memory="8GiB")
 
-    all_held = plan_memory(lambda: plan(TrainingLoop, loss=CROSS_ENTROPY), memory="8GiB")
-    chunked = plan_memory(lambda: plan(ChunkedLoop), memory="8GiB")
+    all_held = plan(lambda: language_model(size=20_000, policy="float32"), TOKENS)
+    chunked = plan(in_chunks, (TOKENS, TOKENS))
     rules = [{each.rule for each in each_plan.findings} for each_plan in (all_held, chunked)]
     assert ["logits" in of_one for of_one in rules] == [True, False]
     assert all_held.uses[0].total - chunked.uses[0].total > 20_000 * 8192 * 4
@@ -204,21 +215,18 @@ def test_batches_too_small_for_the_update_are_found_and_larger_ones_are_faster(m
     assert 2 / small.step_seconds < 64 / large.step_seconds / 2
 
 
-def test_micro_batches_and_blocks_computed_again_hold_less_of_the_scores():
-    class Block(layers.Layer):
+def test_blocks_computed_again_hold_less_of_the_scores():
+    class SelfAttention(layers.Layer):
         def call(self, x):
             return ops.softmax(ops.matmul(x, ops.transpose(x, (0, 2, 1)))) @ x
 
-    def size(**settings):
-        inputs = keras.Input((512, 8))
-        model = keras.Model(inputs, Block()(Block()(inputs)))
-        loop = TrainingLoop(model, optimizer="sgd", loss="mse", **settings)
-        batch = (np.zeros((256, 512, 8), "float32"),) * 2
-        return found(loop, CPU, batch)["attention"].problem
-
-    assert "512 MiB" in size()
-    assert "128 MiB" in size(accumulation=4)
-    assert "256 MiB" in size(remat=True)
+    inputs = keras.Input((512, 8))
+    blocks = (keras.Sequential([SelfAttention()]) for _ in range(2))
+    model = keras.Model(inputs, functools.reduce(lambda x, block: block(x), blocks, inputs))
+    model.compile("sgd", "mse")
+    batch = (np.zeros((256, 512, 8), "float32"),) * 2
+    assert "512 MiB" in found(model, CPU, batch)["attention"].problem
+    assert "256 MiB" in found(remat(model), CPU, batch)["attention"].problem
 
 
 # No false alarm.

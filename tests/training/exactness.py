@@ -19,7 +19,6 @@ from keras import layers, losses, optimizers
 
 from kdpkit import testing
 from kdpkit.training import replica_exact
-from tests.training.loop_column import trained_by_loop
 
 SINGLE = 1e-5  # the largest difference of any weight over the largest change of any, in float32
 NEAR_ZERO = 1e-4  # the same where Adam divides gradients of zero, but for rounding, by their size
@@ -70,13 +69,12 @@ def stock(model):
     return model
 
 
-TRAINED_BY = {"stock Keras": stock, "replica_exact": replica_exact, "TrainingLoop": trained_by_loop}
+TRAINED_BY = {"stock Keras": stock, "replica_exact": replica_exact}
 COLUMNS = {
     f"{name}{where}": train for where in ("", " on JAX") for name, train in TRAINED_BY.items()
 }
 SHARED = "replica_exact, two devices share a model, on JAX"
 COLUMNS[SHARED] = replica_exact
-LOOPS = [column for column in COLUMNS if "TrainingLoop" in column]
 ON_JAX = keras.backend.backend() == "jax"
 
 
@@ -357,9 +355,8 @@ for _reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight", "su
             _net(), optimizers.SGD(rate), cross_entropy(reduction=reduction)
         ),
         _data(sample_weight=WEIGHTS),
-        # Keras then minimises the sum of the losses; a loop, whose losses nobody reduces, the mean.
         # On JAX Keras has no such training: it differentiates nothing but a number.
-        promises={} if _reduction else {"TrainingLoop": "by definition"} | on_jax("-"),
+        promises={} if _reduction else on_jax("-"),
         repeats=_reduction in ("sum_over_batch_size", "mean", None),
     )
 _add("a loss of the global batch (Dice)", _model(loss=losses.Dice()), _data(y=ONE_HOT))
@@ -401,8 +398,6 @@ _add(
     "several outputs with loss_weights",
     _two_outputs,
     _data(y=[Y, X[:, :1]]),
-    # The loop logs each output's loss as a mean over examples; Keras on TensorFlow, over batches.
-    promises={"TrainingLoop": "by definition"},
 )
 
 
@@ -471,7 +466,6 @@ _add(
     "sparse features",
     _on_sparse_features,
     _sparse_data,
-    promises={"TrainingLoop on JAX": "raises"},
 )
 _add(
     "Embedding with sparse gradients and global_clipnorm",
@@ -484,8 +478,6 @@ _add(
         lambda: layers.LSTM(5, return_sequences=True), lambda: layers.Dense(9), mask_zero=True
     ),
     _data(x=TOKENS, y=TOKENS),
-    # Keras' `fit` on JAX loses the mask between the loss and the metrics; a loop does not.
-    promises={"TrainingLoop on JAX": "equal weights"},
     tolerance=NEAR_ZERO,  # some gradients cancel to all but nothing, and Adam scales what is left
 )
 _add(
@@ -599,6 +591,5 @@ def _fit_and_evaluate(model, data):
 _add(
     "train_on_batch, test_on_batch, predict_on_batch",
     train=_on_batches,
-    promises=dict.fromkeys(LOOPS, "-"),
 )
 _add("validation, evaluate and predict, uneven", train=_fit_and_evaluate)

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from kdpkit import sharding, strategies, testing
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import replica_exact
 from tests.training import exactness
 from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy
 from tests.training.programs import CustomStep, network
@@ -42,7 +42,6 @@ ON_JAX_BY_COLUMN = {
         "BatchNormalization, replicas without examples",
         "steps_per_execution=2",
     ],
-    "TrainingLoop on JAX": [NO_EXAMPLES, WEIGHTED, "sparse features", MASKED],
     exactness.SHARED: [NO_EXAMPLES, "sparse features", MASKED, ACCUMULATION],
 }
 X, Y = testing.toy_classification(9)
@@ -72,7 +71,6 @@ def cells():
         *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
         # A sum is the only loss without a divisor.
-        *exactness.cells([*QUICK, "reduction='sum'"], ["TrainingLoop"], slow),
     ]
 
 
@@ -420,32 +418,19 @@ def on_one_device():
     return model
 
 
-def by_loop(data):
-    model = net()
-    mesh = sharding.DataParallel(DEVICES).device_mesh.backend_mesh
-    loop = TrainingLoop(model, optimizer="sgd", loss=model.loss, strategy=mesh, steps_per_loop=2)
-    loop.fit(data(), epochs=2, steps_per_epoch=3 if data is generator else None, verbose=0)
-    return model, loop.predict(Batches(), verbose=0)
-
-
 def by_fit(data):
     with exactness.scopes(DEVICES)[1]:
         model = replica_exact(net())
-        model.fit(data(), epochs=2, shuffle=False, verbose=0)
+        steps = 3 if data is generator else None
+        model.fit(data(), epochs=2, steps_per_epoch=steps, shuffle=False, verbose=0)
         return model, model.predict(Batches(), verbose=0)
 
 
 @pytest.mark.jax
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras of Grain's
-@pytest.mark.parametrize(
-    ("data", "train"),
-    [
-        *((data, by_loop) for data in (generator, grain_iterator, tf_data)),
-        (grain_map, by_fit),
-    ],
-)
-def test_every_kind_of_input_trains_as_arrays_on_one_device(data, train):
-    model, predictions = train(data)
+@pytest.mark.parametrize("data", [generator, grain_iterator, grain_map, tf_data])
+def test_every_kind_of_input_trains_as_arrays_on_one_device(data):
+    model, predictions = by_fit(data)
     assert_same_weights(model, on_one_device())
     expected = on_one_device().predict(MORE_X, batch_size=SIZE, verbose=0)
     np.testing.assert_allclose(predictions, expected, atol=1e-5)
@@ -525,24 +510,18 @@ class Failing(Batches):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("train", ["fit", "loop"])
-def test_an_error_in_the_data_leaves_what_was_learned(train):
+def test_an_error_in_the_data_leaves_what_was_learned():
     with exactness.scopes(2)[1]:
         model, expected = replica_exact(net()), replica_exact(net())
         for _ in range(2):
             expected.train_on_batch(X[:4], Y[:4])
-        fit = functools.partial(model.fit, shuffle=False)
-        if train == "loop":
-            loop = TrainingLoop(model, optimizer=model.optimizer, loss=model.loss)
-            fit = functools.partial(loop.fit, epochs=1)
         with pytest.raises(OSError, match="the disk is gone"):
-            fit(Failing(), verbose=0)
+            model.fit(Failing(), shuffle=False, verbose=0)
         assert_same_weights(model, expected)
 
 
 @pytest.mark.jax
 def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
-    model = net()
     seen = []
 
     class Doubling(keras.callbacks.Callback):
@@ -551,9 +530,10 @@ def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
             model.weights[0].assign(2 * model.weights[0])
             model.optimizer.learning_rate = 0.0
 
-    start = float(np.sum(model.weights[0]))
-    loop = TrainingLoop(model, optimizer="adam", loss=model.loss, strategy=sharding.DataParallel(2))
-    loop.fit(Batches(), epochs=1, callbacks=[Doubling()], verbose=0)
+    with exactness.scopes(2)[1]:
+        model = replica_exact(net())
+        start = float(np.sum(model.weights[0]))
+        model.fit(Batches(), callbacks=[Doubling()], shuffle=False, verbose=0)
     assert seen[0] != start
     assert seen[1:] == pytest.approx([2 * seen[0], 4 * seen[0]])
     for variable in model.variables[1:]:
@@ -607,6 +587,29 @@ def test_what_is_made_outside_of_the_scope_is_put_on_its_devices():
         assert variable.value.sharding.device_set == {*jax.devices()[:2]}
 
 
+@pytest.mark.tensorflow
+def test_a_schedule_is_asked_once_a_step():
+    """Keras asks it for each variable; tests/training/test_own_steps.py has steps of one's own."""
+
+    class Counted(keras.optimizers.schedules.LearningRateSchedule):
+        calls = 0
+
+        def __call__(self, step):
+            Counted.calls += 1
+            return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
+
+    one = net()
+    one.compile(keras.optimizers.AdamW(Counted()), one.loss)
+    one.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    Counted.calls = 0
+    with mirrored(2).scope():
+        many = replica_exact(net())
+        many.compile(keras.optimizers.AdamW(Counted()), many.loss)
+    many.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert Counted.calls == 1  # for three steps of four weights each, that are traced once
+    assert_same_weights(many, one)
+
+
 # Bad input.
 
 
@@ -615,17 +618,6 @@ def test_what_is_no_model_raises():
         ValueError, match="a function of a global batch. Received: model_or_function=3"
     ):
         replica_exact(3)
-
-
-@pytest.mark.jax
-def test_text_raises():
-    class Words(Batches):
-        def __getitem__(self, index):
-            return np.array(["a", "b"]), Y[:2]
-
-    loop = TrainingLoop(net(), optimizer="sgd", loss="mse")
-    with pytest.raises(ValueError, match="gives text, and JAX has numbers only"):
-        loop.fit(Words(), epochs=1)
 
 
 @pytest.mark.tensorflow

@@ -209,38 +209,32 @@ def data_of(name):
     return IMAGES if is_image else TOKENS, BY_TOKENS[is_image or name == "recurrent"]
 
 
-def trained(name, distribution=None, *, by_loop=False, **settings):
+def trained(name, distribution=None, *, size=10, prepare=lambda model: model, **settings):
     """Train three steps, the last of an uneven batch; return the model and its first weights."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     with distribution.scope() if distribution else contextlib.nullcontext():
-        model = BUILDERS[name]() if name in BUILDERS else LanguageModel(name)
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSS_ENTROPY, metrics=["accuracy"])
+        model = prepare(BUILDERS[name]() if name in BUILDERS else LanguageModel(name))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **settings)
+        model.compile(optimizer, CROSS_ENTROPY, metrics=["accuracy"])
         x, y = data_of(name)
         model(x[:1])  # builds it
         before = model.get_weights()
-        if by_loop:
-            loop = training.TrainingLoop(
-                model, optimizer=model.optimizer, loss=model.loss, **settings
-            )
-            batches = ArrayBatches((x, y), global_batch_size=10, remainder="keep", seed=3)
-            loop.fit(batches, epochs=1, verbose=0)
-        else:
-            model = training.replica_exact(model) if distribution else model
-            model.fit(x, y, batch_size=10, epochs=1, shuffle=False, verbose=0)
-            model.evaluate(x, y, batch_size=10, verbose=0)
-            model.predict(x, batch_size=10, verbose=0)
+        model = training.replica_exact(model) if distribution else model
+        model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
+        model.evaluate(x, y, batch_size=10, verbose=0)
+        model.predict(x, batch_size=10, verbose=0)
     return model, before
 
 
 @functools.cache
-def on_one_device(name, by_loop):
-    model, before = trained(name, by_loop=by_loop)
+def on_one_device(name, size=10, **settings):
+    model, before = trained(name, size=size, **settings)
     return model.get_weights(), before
 
 
-def assert_trained_as_one(model, name, *, by_loop=False):
-    expected, before = on_one_device(name, by_loop)
+def assert_trained_as_one(model, name, **settings):
+    expected, before = on_one_device(name, **settings)
     change = max(np.abs(a - b).max() for a, b in zip(expected, before, strict=True))
     tolerance = 1e-4 if name == "convolutional" else 1e-5  # statistics enlarge what is rounded
     for one, other in zip(model.get_weights(), expected, strict=True):
@@ -309,60 +303,47 @@ def test_a_model_of_ones_own_trains_as_on_one_device(name):
         assert sum(found.values()) <= OWN_COLLECTIVES[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        pytest.param("Llama3", {"accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param("Llama3", {"remat": True}, marks=pytest.mark.exhaustive),
-        pytest.param("Llama3", {"steps_per_loop": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("own_transformer", {"accumulation": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("convolutional", {}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_loop_trains_as_on_one_device(name, settings):
-    model, _ = trained(name, sharding.ModelParallel(4, model=2), by_loop=True, **settings)
-    assert_trained_as_one(model, name, by_loop=True)
+@pytest.mark.slow
+def test_accumulated_gradients_and_blocks_computed_again_train_as_on_one_device():
+    settings = {"size": 4, "gradient_accumulation_steps": 3}
+    distribution = sharding.ModelParallel(4, model=2)
+    model, _ = trained("Llama3", distribution, prepare=training.remat, **settings)
+    assert_trained_as_one(model, "Llama3", **settings)
 
 
 @pytest.mark.parametrize(
-    ("shard", "by_loop"),
+    "shard",
     [
-        pytest.param("weights", True, marks=pytest.mark.slow),
-        pytest.param("optimizer", False, marks=pytest.mark.slow),
-        pytest.param("weights", False, marks=pytest.mark.exhaustive),
-        pytest.param("optimizer", True, marks=pytest.mark.exhaustive),
+        pytest.param("weights", marks=pytest.mark.slow),
+        pytest.param("optimizer", marks=pytest.mark.exhaustive),
     ],
 )
-def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, by_loop, monkeypatch):
+def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, monkeypatch):
     monkeypatch.setattr("kdpkit._internal.shards.SMALL", 64)
     distribution = sharding.ModelParallel(4, model=2, shard=shard)
-    model, _ = trained("Llama3", distribution, by_loop=by_loop)
-    assert_trained_as_one(model, "Llama3", by_loop=by_loop)
+    model, _ = trained("Llama3", distribution)
+    assert_trained_as_one(model, "Llama3")
     assert share_on_a_device(model) <= (0.3 if shard == "weights" else 0.56)
     of_optimizer = [v.value for v in model.optimizer.variables if v.value.size > 64]
     assert all(v.size == 4 * v.addressable_shards[0].data.size for v in of_optimizer)
 
 
-@pytest.mark.parametrize("by_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device(by_loop):
+def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device():
     mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
     layout_map = keras.distribution.LayoutMap(mesh)
     layout_map[".*embeddings"], layout_map[".*kernel"] = ("model", None), (None, "model")
     distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-    model, _ = trained("own_transformer", distribution, by_loop=by_loop)
-    assert_trained_as_one(model, "own_transformer", by_loop=by_loop)
+    model, _ = trained("own_transformer", distribution)
+    assert_trained_as_one(model, "own_transformer")
     kernel = next(v for v in model.weights if v.path.endswith("kernel"))
     assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "by_loop"),
-    [((4, 2), False), pytest.param((8, 4), True, marks=pytest.mark.exhaustive)],
-)
-def test_convolutions_in_groups_train_as_on_one_device(sizes, by_loop):
+@pytest.mark.parametrize("sizes", [(4, 2), pytest.param((8, 4), marks=pytest.mark.exhaustive)])
+def test_convolutions_in_groups_train_as_on_one_device(sizes):
     devices, model = sizes
-    model, _ = trained("in_groups", sharding.ModelParallel(devices, model=model), by_loop=by_loop)
-    assert_trained_as_one(model, "in_groups", by_loop=by_loop)
+    model, _ = trained("in_groups", sharding.ModelParallel(devices, model=model))
+    assert_trained_as_one(model, "in_groups")
 
 
 def normalized(table, tokens):
@@ -426,18 +407,13 @@ def test_sums_that_xla_computes_wrong_are_those_of_one_device(name, shape):
         np.testing.assert_allclose(part, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("by_loop", [False, True])
-def test_a_model_that_was_built_before_is_shared_then(by_loop):
+def test_a_model_that_was_built_before_is_shared_then():
     keras.utils.set_random_seed(0)
     model, distribution = own_transformer(), sharding.ModelParallel(4, model=2)
     data = ArrayBatches(data_of("own_transformer"), global_batch_size=8)
-    if by_loop:
-        settings = {"optimizer": "adam", "loss": CROSS_ENTROPY, "strategy": distribution}
-        training.TrainingLoop(model, **settings).fit(data, epochs=1, verbose=0)
-    else:
-        model.compile("sgd", CROSS_ENTROPY)
-        with distribution.scope():
-            training.replica_exact(model).fit(data, verbose=0)
+    model.compile("sgd", CROSS_ENTROPY)
+    with distribution.scope():
+        training.replica_exact(model).fit(data, verbose=0)
     assert share_on_a_device(model) <= 0.56
 
 

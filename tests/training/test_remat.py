@@ -8,8 +8,7 @@ import pytest
 from keras import layers
 
 from kdpkit import testing
-from kdpkit.batches import ArrayBatches
-from kdpkit.training import TrainingLoop, remat, replica_exact
+from kdpkit.training import remat, replica_exact
 from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy, scopes
 
 
@@ -141,8 +140,9 @@ def test_backbones_of_keras_hub_train_alike(name, policy):
         history = model.fit(data, ids, batch_size=3, epochs=2, shuffle=False, verbose=0)
         return [*model.get_weights(), history.history["loss"]]
 
+    rounding = 1e-6 if policy == "float32" else 2e-4  # XLA rounds to 16 bits where it likes
     for ours, theirs in zip(weights_and_losses(True), weights_and_losses(False), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, atol=rounding)
 
 
 def test_a_step_of_ones_own_computes_the_same_gradients():
@@ -253,10 +253,3 @@ def test_it_needs_a_part_of_the_memory():
     complete = activations(is_remat=False)
     assert complete > 23  # four of each block, three with JAX 0.12
     assert activations(is_remat=True) < complete / 2
-
-
-def test_a_loop_that_keeps_only_inputs_leaves_the_model_as_it_was():
-    model = residual()
-    loop = TrainingLoop(model, optimizer="sgd", loss=cross_entropy(), remat=True)
-    loop.fit(ArrayBatches(testing.toy_classification(10), global_batch_size=5), epochs=1, verbose=0)
-    assert all("call" not in vars(layer) for layer in model._flatten_layers())

@@ -48,8 +48,8 @@ def net():
     )
 
 
-def optimizer(clip=0.5):
-    return keras.optimizers.SGD(0.3, momentum=0.9, global_clipnorm=clip)
+def optimizer(clip=0.5, **settings):
+    return keras.optimizers.SGD(0.3, momentum=0.9, global_clipnorm=clip, **settings)
 
 
 def scope(devices, shard):
@@ -59,17 +59,12 @@ def scope(devices, shard):
 
 
 def by_fit(model, epochs=2, resume=None, **settings):
-    model.compile(optimizer(), CROSS_ENTROPY, **settings)
+    compiled = {"steps_per_execution": settings.pop("steps_per_execution", 1)}
+    model.compile(optimizer(**settings), CROSS_ENTROPY, **compiled)
     if keras.distribution.distribution():
         training.replica_exact(model)
     dataset, callbacks = tracked(resume)
     model.fit(dataset, epochs=epochs, callbacks=callbacks, shuffle=False, verbose=0)
-
-
-def by_loop(model, epochs=2, resume=None, **settings):
-    loop = training.TrainingLoop(model, optimizer=optimizer(), loss=CROSS_ENTROPY, **settings)
-    dataset, callbacks = tracked(resume)
-    loop.fit(dataset, data(), epochs=epochs, callbacks=callbacks, verbose=0)
 
 
 def tracked(resume):
@@ -101,7 +96,7 @@ def by_own_step(model):
 def with_frozen_and_low_rank_weights(model):
     model.layers[0].enable_lora(4)
     model.layers[3].trainable = False
-    by_loop(model)
+    by_fit(model)
 
 
 @functools.cache
@@ -182,8 +177,8 @@ def test_large_variables_that_no_axis_lets_be_cut_are_named_once():
     [
         (by_fit, "weights"),
         (functools.partial(by_fit, steps_per_execution=2), "weights"),
-        (by_loop, "optimizer"),
-        (functools.partial(by_loop, accumulation=2), "weights"),
+        (by_fit, "optimizer"),
+        (functools.partial(by_fit, gradient_accumulation_steps=2), "weights"),
         (by_own_step, "weights"),
         (with_frozen_and_low_rank_weights, "weights"),
     ],
@@ -201,12 +196,11 @@ def test_cut_variables_train_as_on_one_device(train, shard):
     assert bytes_here(large) == (total / 8 if shard == "weights" else total)
 
 
-def test_a_loop_cuts_the_variables_of_a_model_that_was_built_before():
-    one, before = trained(by_loop)
+def test_the_variables_of_a_model_that_was_built_before_are_cut():
+    one, before = trained(by_fit)
     many = net()
-    strategy = sharding.DataParallel(4, shard="weights")
-    loop = training.TrainingLoop(many, optimizer=optimizer(), loss=CROSS_ENTROPY, strategy=strategy)
-    loop.fit(data(), epochs=2, verbose=0)
+    with scope(4, "weights"):
+        by_fit(many)
     assert_equal(one, many, before)
     assert many.weights[0].value.sharding.shard_shape((64, 256)) == (64, 64)
 
@@ -214,8 +208,7 @@ def test_a_loop_cuts_the_variables_of_a_model_that_was_built_before():
 # What XLA makes of it.
 
 
-# Schedules a step as accelerators do: on CPUs XLA gathers everything first, to be fast, and before
-# the loop over micro-batches.
+# Schedules a step as accelerators do: on CPUs XLA gathers everything first, to be fast.
 BY_MEMORY = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "xla_disable_hlo_passes": "cpu-all-reduce-combiner,while-loop-invariant-code-motion",
@@ -239,29 +232,18 @@ def step_of_fit(model):
     return jax.jit(model.train_step, out_shardings=(None, placed), donate_argnums=0), state
 
 
-def step_of_loop(model, **settings):
-    loop = training.TrainingLoop(
-        model, optimizer=optimizer(clip=None), loss=CROSS_ENTROPY, **settings
-    )
-    steps = loop._steps
-    steps.build(steps.open(data(), "x", steps_per_epoch=1), training=True)
-    return jax.jit(steps._train_step, donate_argnums=0), steps._variables.read()
-
-
-def compiled(step_of, model):
-    step, state = step_of(model)
+def compiled(model):
+    step, state = step_of_fit(model)
     batch = place_batch((X[:48], Y[:48]), as_mesh(None))
     return step.lower(state, batch).compile(compiler_options=BY_MEMORY)
 
 
 @for_memory
-@pytest.mark.parametrize(
-    ("step_of", "shard"), [(step_of_fit, "optimizer"), (step_of_loop, "weights")]
-)
-def test_a_step_gathers_weights_and_no_activations(shard, step_of):
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_a_step_gathers_weights_and_no_activations(shard):
     with scope(8, shard):
         model = net()
-        program = compiled(step_of, model)
+        program = compiled(model)
     gathered = re.findall(r"f32\[([\d,]+)\]\S* all-gather", program.as_text())
     weights = {frozenset(v.shape) for v in model.trainable_variables}
     shapes = {frozenset(map(int, shape.split(","))) for shape in gathered}
@@ -274,21 +256,17 @@ def test_a_step_gathers_weights_and_no_activations(shard, step_of):
 
 @for_memory
 @pytest.mark.parametrize(
-    ("step_of", "precision"),
-    [
-        (step_of_fit, "float32"),
-        (functools.partial(step_of_loop, accumulation=3), "float32"),
-        (functools.partial(step_of_loop, remat=True), "mixed_bfloat16"),
-    ],
+    ("prepare", "precision"),
+    [(lambda model: model, "float32"), (training.remat, "mixed_bfloat16")],
 )
-def test_a_step_holds_few_weights_at_a_time(step_of, precision):
+def test_a_step_holds_few_weights_at_a_time(prepare, precision):
     with scope(8, "weights"):
         hidden = [
             keras.Sequential([layers.Dense(256, activation="tanh", dtype=precision)])
             for _ in range(8)
         ]
         model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
-        program = compiled(step_of, model)
+        program = compiled(prepare(model))
     one = 4 * 256 * 256
     assert program.memory_analysis().temp_size_in_bytes < 5 * one
 
@@ -297,16 +275,12 @@ def test_a_step_holds_few_weights_at_a_time(step_of, precision):
 
 
 @pytest.mark.parametrize(
-    ("train", "first", "then"),
-    [
-        (by_fit, (8, "optimizer"), (2, "weights")),
-        (by_loop, (8, "weights"), (None, "none")),
-    ],
+    ("first", "then"), [((8, "optimizer"), (2, "weights")), ((8, "weights"), (None, "none"))]
 )
-def test_a_run_goes_on_with_other_devices_cut_or_not(train, first, then, tmp_path):
-    undisturbed, before = trained(train)
-    trained(lambda model: train(model, epochs=1, resume=Resume(tmp_path)), *first)
-    resumed, _ = trained(lambda model: train(model, resume=Resume(tmp_path)), *then)
+def test_a_run_goes_on_with_other_devices_cut_or_not(first, then, tmp_path):
+    undisturbed, before = trained(by_fit)
+    trained(lambda model: by_fit(model, epochs=1, resume=Resume(tmp_path)), *first)
+    resumed, _ = trained(lambda model: by_fit(model, resume=Resume(tmp_path)), *then)
     assert_equal(undisturbed, resumed, before)
 
 

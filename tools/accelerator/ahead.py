@@ -43,9 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("device", help="h100, or a topology of TPUs such as v5e:2x2x1")
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument(
-        "--settings", default="", help="of the loop: model_of=causal,accumulation=4"
-    )
+    parser.add_argument("--settings", default="", help="of the model: model_of=causal,remat=True")
     args = parser.parse_args(argv)
     os.environ |= {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "TPU_SKIP_MDS_QUERY": "1"}
     os.environ |= {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -64,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compiled(device: str, name: str, settings: dict[str, Any]) -> Any:
-    """Compile the step of the kit's loop for one device of a topology."""
+    """Compile the step of the kit's model for one device of a topology."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -76,16 +74,12 @@ def compiled(device: str, name: str, settings: dict[str, Any]) -> Any:
     else:
         described = topologies.get_topology_desc(device, platform="tpu")
     from kdpkit.training.jax._memory import StepMemory
-    from tools.accelerator.jax_training import Repeated
 
     workload = importlib.import_module(f"tools.accelerator.{name}")
     size = workload.SIZES[False]
-    step = StepMemory(
-        lambda: (Repeated(workload.batch_of(size), 1), workload.loop_of(size, **settings))
-    )
+    step = StepMemory(lambda: (workload.batch_of(size), workload.exact_of(size, **settings)))
     mesh = jax.sharding.Mesh(np.array(described.devices[:1]), ("batch",))
-    settings = {name: settings[name] for name in ("accumulation", "remat") if name in settings}
-    return step.compiled(mesh, **settings)[0]
+    return step.compiled(mesh, remat=settings.get("remat", False))[0]
 
 
 def _trace_for_cudnn() -> None:

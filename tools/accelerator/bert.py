@@ -91,12 +91,13 @@ def compiled_parts() -> tuple[Any, Any]:
     return keras.optimizers.AdamW(RATE), loss
 
 
-def loop_of(size: Size, **settings: Any) -> Any:
-    """Make the kit's loop, whose loss goes over the vocabulary in chunks."""
-    from kdpkit.training import MaskedLMLoop
+def exact_of(size: Size, **settings: Any) -> Any:
+    """Make the kit's model, whose loss goes over the vocabulary in chunks."""
+    from kdpkit import training
 
-    optimizer, _ = compiled_parts()
-    return MaskedLMLoop(model_of(size), optimizer=optimizer, **settings)
+    model = training.replica_exact(training.without_logits(plain_model_of(size, **settings)))
+    model.compile(*compiled_parts())
+    return model
 
 
 def torch_of(size: Size) -> tuple[Any, ...]:

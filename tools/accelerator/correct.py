@@ -109,31 +109,19 @@ def _loss() -> Any:
     return bert.compiled_parts()[1]
 
 
-def _fit(model: Any, data: Any) -> list:
-    model.compile(_sgd(), _loss(), jit_compile=True)
+def _fit(model: Any, data: Any, **settings: Any) -> list:
+    model.compile(_sgd(), _loss(), jit_compile=True, **settings)
     before = _weights(model)
     model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
     return [before, _weights(model)]
 
 
-def _loop() -> list:
-    from kdpkit.training import TrainingLoop
+def _masked_lm(*, remat: bool = False) -> list:
+    from kdpkit import training
 
-    model = convnet()
-    before = _weights(model)
-    loop = TrainingLoop(model, optimizer=_sgd(), loss=_loss(), steps_per_loop=3)
-    loop.fit(_data(), epochs=EPOCHS, verbose=0)
-    return [before, _weights(model)]
-
-
-def _masked_lm(**settings: Any) -> list:
-    from kdpkit.training import MaskedLMLoop
-
-    model = bert.model_of(BERT, policy="float32", dropout=0.0)
-    before = _weights(model)
-    loop = MaskedLMLoop(model, optimizer=_sgd(), chunk_size=150, **settings)
-    loop.fit(_bert_data(), epochs=EPOCHS, verbose=0)
-    return [before, _weights(model)]
+    model = bert.plain_model_of(BERT, policy="float32", dropout=0.0)
+    model = training.without_logits(training.remat(model) if remat else model, chunk_size=150)
+    return _fit(training.replica_exact(model), _bert_data())
 
 
 def _bert_data() -> Any:
@@ -181,9 +169,11 @@ def _ours() -> dict[str, Callable[[], list]]:
     return {
         "convnet, fit": lambda: _fit(replica_exact(convnet()), _data()),
         "convnet, stopped and resumed": _resume,
-        "convnet, three steps a call": _loop,
-        "BERT, MaskedLMLoop": _masked_lm,
-        "BERT, accumulation=3 and remat": functools.partial(_masked_lm, accumulation=3, remat=True),
+        "convnet, three steps a call": lambda: _fit(
+            replica_exact(convnet()), _data(), steps_per_execution=3
+        ),
+        "BERT, without logits": _masked_lm,
+        "BERT, without logits, with remat": functools.partial(_masked_lm, remat=True),
     }
 
 

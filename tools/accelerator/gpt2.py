@@ -36,7 +36,6 @@ MORE: dict[str, Any] = {
     "kdpkit, Keras' layers and no mask": {"model_of": "causal"},
     "kdpkit with dropout 0.1": {"model_of": "dropping"},
     "kdpkit with remat": {"remat": True},
-    "kdpkit with accumulation=4": {"accumulation": 4},
 }
 
 
@@ -86,7 +85,8 @@ def causal_model_of(size: Size) -> Any:
     keras.utils.set_random_seed(0)
     inputs = {name: keras.Input((size.length,), dtype="int32", name=name) for name in INPUTS}
     positions = keras.ops.arange(size.length)
-    x = layers.Embedding(size.vocabulary, size.width, name="token_embedding")(inputs["token_ids"])
+    table = layers.ReversibleEmbedding(size.vocabulary, size.width, name="token_embedding")
+    x = table(inputs["token_ids"])
     x += layers.Embedding(size.length, size.width)(positions)
     for _ in range(size.layers):
         attended = layers.LayerNormalization(epsilon=1e-5)(x)
@@ -105,30 +105,23 @@ def dropping_model_of(size: Size) -> Any:
 MODELS = {"hub": model_of, "causal": causal_model_of, "dropping": dropping_model_of}
 
 
-def plain_model_of(size: Size) -> Any:
+def plain_model_of(size: Size, model_of: str = "hub") -> Any:
     """Build the same model with the logits of every position."""
     import keras
 
-    backbone = model_of(size)
-    logits = backbone.token_embedding(backbone.output, reverse=True)
-    return keras.Model(backbone.input, logits)
+    backbone = MODELS[model_of](size)
+    table = backbone.get_layer("token_embedding")
+    return keras.Model(backbone.input, table(backbone.output, reverse=True))
 
 
-def loop_of(size: Size, model_of: str = "hub", **settings: Any) -> Any:
-    """Make the kit's loop, whose loss goes over the vocabulary in chunks (as recipes/lm.py)."""
-    from keras import ops
+def exact_of(size: Size, model_of: str = "hub", *, remat: bool = False) -> Any:
+    """Make the kit's model, whose loss goes over the vocabulary in chunks (as recipes/lm.py)."""
+    from kdpkit import training
 
-    from kdpkit.training import TrainingLoop, linear_cross_entropy
-
-    class CausalLMLoop(TrainingLoop):
-        def per_example_loss(self, x: Any, y: Any, *, training: bool) -> Any:
-            hidden = self.model(x, training=training)
-            table = self.model.get_layer("token_embedding").embeddings
-            kernel = ops.cast(table, hidden.dtype)
-            return linear_cross_entropy(hidden, kernel, y)
-
-    optimizer, _ = compiled_parts()
-    return CausalLMLoop(MODELS[model_of](size), optimizer=optimizer, **settings)
+    model = training.without_logits(plain_model_of(size, model_of))
+    model = training.replica_exact(training.remat(model) if remat else model)
+    model.compile(*compiled_parts())
+    return model
 
 
 def torch_of(size: Size) -> tuple[Any, ...]:

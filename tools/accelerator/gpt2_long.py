@@ -3,9 +3,16 @@
 import dataclasses
 
 from tools.accelerator import gpt2
-from tools.accelerator.gpt2 import batch_of, compiled_parts, loop_of, plain_model_of, torch_of, work
+from tools.accelerator.gpt2 import (
+    batch_of,
+    compiled_parts,
+    exact_of,
+    plain_model_of,
+    torch_of,
+    work,
+)
 
-__all__ = ["batch_of", "compiled_parts", "loop_of", "plain_model_of", "torch_of", "work"]
+__all__ = ["batch_of", "compiled_parts", "exact_of", "plain_model_of", "torch_of", "work"]
 
 SIZES = {
     False: dataclasses.replace(gpt2.SIZES[False], length=4096, batch=4),

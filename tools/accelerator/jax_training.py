@@ -1,4 +1,4 @@
-"""An epoch on one batch over and over: by the kit, by stock `fit`, and by a bare loop."""
+"""An epoch on one batch over and over: by `fit`, and by a bare loop."""
 
 import functools
 from collections.abc import Callable
@@ -27,14 +27,8 @@ class Repeated(keras.utils.PyDataset):
         return self._batch
 
 
-def by_loop(loop: Any, batch: Any, steps: int) -> Epoch:
-    """Train with a `TrainingLoop`; it returns when the logs are on the host."""
-    data = Repeated(batch, steps)
-    return lambda: loop.fit(data, epochs=1, verbose=0)
-
-
 def by_fit(model: keras.Model, batch: Any, steps: int) -> Epoch:
-    """Train with Keras' `fit`."""
+    """Train with Keras' `fit`; it returns when the logs are on the host."""
     data = Repeated(batch, steps)
     return lambda: model.fit(data, epochs=1, shuffle=False, verbose=0)
 

@@ -20,7 +20,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "BERT-base": (bert, {}),
     "GPT-2": (gpt2, {}),
     "GPT-2, remat": (gpt2, {"remat": True}),
-    "GPT-2, accumulation=4": (gpt2, {"accumulation": 4}),
     "ResNet-50": (resnet, {}),
 }
 
@@ -58,7 +57,7 @@ def _asked(name: str, flags: list[str]) -> tuple[str, dict[str, Any] | None]:
 
 
 def main(name: str, *flags: str) -> None:
-    """Print the bytes of `kdpkit plan --memory`, for a loop's settings, and what its steps took."""
+    """Print the bytes of `kdpkit plan --memory` for a model, and what its steps took."""
     from kdpkit.training.jax._memory import StepMemory
     from tools.accelerator.jax_training import Repeated
 
@@ -66,12 +65,12 @@ def main(name: str, *flags: str) -> None:
     size = size_of(workload, rehearse="--rehearse" in flags)
 
     def make() -> tuple[Any, Any]:
-        return Repeated(workload.batch_of(size), STEPS), workload.loop_of(size, **settings)
+        return workload.batch_of(size), workload.exact_of(size, **settings)
 
-    data, loop = make()
-    loop.fit(data, epochs=1, verbose=0)
+    batch, model = make()
+    model.fit(Repeated(batch, STEPS), shuffle=False, verbose=0)
     peak = device.peak_bytes()  # before more is compiled
-    need = StepMemory(make).need(1, shard="none", accumulation=loop.accumulation, remat=loop.remat)
+    need = StepMemory(make).need(1, shard="none", remat=settings.get("remat", False))
     need.pop("operations")
     found = None if peak is None else peak / 2**30
     figures = {"predicted": sum(need.values()) / 2**30, "found": found}

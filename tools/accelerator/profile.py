@@ -62,7 +62,7 @@ def main(model: str, *flags: str) -> None:
     workload = importlib.import_module(f"tools.accelerator.{model}")
     size = size_of(workload, rehearse="--rehearse" in flags)
     batch = workload.batch_of(size)
-    epoch = jax_training.by_loop(workload.loop_of(size), batch, size.steps)
+    epoch = jax_training.by_fit(workload.exact_of(size), batch, size.steps)
     epoch()  # compiles
     epoch()
     with tempfile.TemporaryDirectory() as directory:

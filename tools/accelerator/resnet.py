@@ -61,12 +61,13 @@ def compiled_parts() -> tuple[Any, Any]:
     )
 
 
-def loop_of(size: Size, **settings: Any) -> Any:
-    """Make the kit's loop."""
-    from kdpkit.training import TrainingLoop
+def exact_of(size: Size) -> Any:
+    """Make the kit's model."""
+    from kdpkit import training
 
-    optimizer, loss = compiled_parts()
-    return TrainingLoop(plain_model_of(size), optimizer=optimizer, loss=loss, **settings)
+    model = training.replica_exact(plain_model_of(size))
+    model.compile(*compiled_parts())
+    return model
 
 
 def torch_of(size: Size) -> tuple[Any, ...]:

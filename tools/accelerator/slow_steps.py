@@ -45,7 +45,7 @@ def measure(results: Results, *, rehearse: bool) -> None:
 
 
 def _pairs(*, rehearse: bool) -> dict[str, tuple[Make, Make]]:
-    """Return what makes the data and a loop or a model, with the fault and without."""
+    """Return what makes the data and a model, with the fault and without."""
     language = functools.partial(_language_model, SIZES[rehearse])
     wide = functools.partial(_dense_model, WIDTHS[rehearse], 2048)
     dense = functools.partial(_dense_model, 4096)
@@ -70,7 +70,7 @@ def _language_model(
 ) -> tuple[Any, Any]:
     data = _Data(gpt2.batch_of(size), size.batch)
     if not all_logits:
-        return data, gpt2.loop_of(size, model_of)
+        return data, gpt2.exact_of(size, model_of)
     model = gpt2.plain_model_of(size)
     model.compile(*gpt2.compiled_parts())
     return data, model

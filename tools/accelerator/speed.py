@@ -4,8 +4,8 @@ All start and build their models together. Then one after the other compiles, an
 with the kit, so that no more than two have a step's memory on the device.
 
 A workload is a module with `SIZES` (by whether it is a rehearsal), `work(size)`, what contestants
-train (`plain_model_of`, `compiled_parts`, `loop_of`, `torch_of`, `batch_of`), and `MORE` settings
-of the kit's loop, by name; `AGAINST` names contestants where not all take part.
+train (`plain_model_of`, `compiled_parts`, `exact_of`, `torch_of`, `batch_of`), and `MORE` settings
+of the kit's model, by name; `AGAINST` names contestants where not all take part.
 
     python -m tools.accelerator.speed tools.accelerator.bert kdpkit [--rehearse]
 """
@@ -120,8 +120,8 @@ def _rows(
 def _kdpkit(workload: Any, size: Any, **settings: Any) -> Any:
     from tools.accelerator import jax_training
 
-    loop = workload.loop_of(size, **settings)
-    return jax_training.by_loop(loop, workload.batch_of(size), size.steps)
+    model = workload.exact_of(size, **settings)
+    return jax_training.by_fit(model, workload.batch_of(size), size.steps)
 
 
 def _stock_fit(workload: Any, size: Any) -> Any:

@@ -20,7 +20,7 @@ CALLS = (1, 8, 32)  # steps of each
 
 def measure(results: Results, *, rehearse: bool) -> None:
     """Measure one after the other: they share the device."""
-    results.add(*_steps_per_loop(steps=64 if rehearse else 512, rounds=1 if rehearse else 7))
+    results.add(*_steps_per_execution(steps=64 if rehearse else 512, rounds=1 if rehearse else 7))
     results.add(_pause_of_resume(rehearse=rehearse))
     _readings(results, rehearse=rehearse)
     if device.current().count > 1:
@@ -29,12 +29,12 @@ def measure(results: Results, *, rehearse: bool) -> None:
         results.miss("watching: several devices: there is one.")
 
 
-def _mlp(strategy: Any = None, width: int = 64, batch: int = 64, **settings: Any) -> Any:
-    from kdpkit.training import TrainingLoop
+def _mlp(width: int = 64, batch: int = 64, **settings: Any) -> Any:
+    from kdpkit.training import replica_exact
 
     model, data = _mlp_model(width, batch)
-    optimizer, loss = bert.compiled_parts()
-    return TrainingLoop(model, optimizer=optimizer, loss=loss, strategy=strategy, **settings), data
+    model.compile(*bert.compiled_parts(), **settings)
+    return replica_exact(model), data
 
 
 def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
     return model, (x, np.arange(batch) % 10)
 
 
-def _steps_per_loop(steps: int, rounds: int) -> list[Row]:
+def _steps_per_execution(steps: int, rounds: int) -> list[Row]:
     """Measure a model whose step is nothing but overhead."""
     from tools.accelerator import jax_training
 
@@ -60,8 +60,8 @@ def _steps_per_loop(steps: int, rounds: int) -> list[Row]:
         "a bare loop": jax_training.by_hand(by_hand, *bert.compiled_parts(), batch, steps),
     }
     for count in CALLS:
-        loop, _ = _mlp(steps_per_loop=count)
-        contestants[count] = jax_training.by_loop(loop, batch, steps)
+        exact, _ = _mlp(steps_per_execution=count)
+        contestants[count] = jax_training.by_fit(exact, batch, steps)
     figures = in_turns(
         {name: lambda of=of: 1e6 * seconds_of(of) / steps for name, of in contestants.items()},
         rounds,
@@ -86,7 +86,7 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     from tools.accelerator.jax_training import Repeated
 
     size = size_of(bert, rehearse=rehearse)
-    loop = bert.loop_of(size)
+    model = bert.exact_of(size)
     starts, ends = [], []
     before, after = (
         keras.callbacks.LambdaCallback(
@@ -98,9 +98,9 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         resume = Resume(directory)
         callbacks = [before, resume, after]
-        loop.fit(resume.track(data), epochs=5, callbacks=callbacks, verbose=0)
+        model.fit(resume.track(data), epochs=5, callbacks=callbacks, shuffle=False, verbose=0)
     pauses = [1e3 * (end - start) for start, end in zip(starts, ends, strict=True)]
-    gib = sum(4 * math.prod(of.shape) for of in loop.model.optimizer.variables) / 2**30
+    gib = sum(4 * math.prod(of.shape) for of in model.optimizer.variables) / 2**30
     note = f"{gib:.2f} GiB of optimizer state in each"
     return Row("BERT-base, pause of Resume", "ms", Spread.of(pauses[1:]), note=note)
 
@@ -111,8 +111,8 @@ def _readings(results: Results, *, rehearse: bool) -> None:
     from tools.accelerator import jax_training
 
     width, batch, seconds = (64, 64, 0.5) if rehearse else (4096, 8192, 5.0)
-    loop, data = _mlp(width=width, batch=batch)
-    epoch = jax_training.by_loop(loop, data, 20)
+    model, data = _mlp(width=width, batch=batch)
+    epoch = jax_training.by_fit(model, data, 20)
     epoch()  # compiles
     steps = max(20, int(20 * seconds / seconds_of(epoch)))
     shown: list[tuple[float, float]] = []
@@ -121,7 +121,7 @@ def _readings(results: Results, *, rehearse: bool) -> None:
     watcher.start()
     repeated = jax_training.Repeated(data, steps)
     monitor = DeviceMonitor(0.2)
-    history = loop.fit(repeated, epochs=1, callbacks=[monitor], verbose=0).history
+    history = model.fit(repeated, callbacks=[monitor], shuffle=False, verbose=0).history
     stop.set()
     watcher.join()
     if not shown:
@@ -147,15 +147,14 @@ def _watch(shown: list[tuple[float, float]], stop: threading.Event) -> None:
 def _replicas(*, rehearse: bool) -> list[Row]:
     """Measure the same global batch on 1, 2, 4 and 8 devices."""
     from kdpkit import sharding
-    from tools.accelerator.jax_training import Repeated
+    from tools.accelerator.jax_training import by_fit
 
     counts = [count for count in (1, 2, 4, 8) if count <= device.current().count]
     size, rounds = (64, 1) if rehearse else (1024, 5)
     epochs = {}
     for count in counts:
-        loop, data = _mlp(sharding.DataParallel(count), width=size, batch=size)
-        repeated = Repeated(data, 20)
-        epochs[count] = lambda loop=loop, of=repeated: loop.fit(of, epochs=1, verbose=0)
+        with sharding.DataParallel(count).scope():
+            epochs[count] = by_fit(*_mlp(width=size, batch=size), 20)
     figures = in_turns(
         {count: lambda of=of: 50 * seconds_of(of) for count, of in epochs.items()}, rounds
     )

@@ -1,13 +1,13 @@
-"""What `TrainingLoop` costs on a tiny model, where a step is nothing but overhead."""
+"""What `replica_exact` costs on a tiny model, where a step is nothing but overhead."""
 
 import keras
 import tensorflow as tf
 
 from kdpkit import testing
-from kdpkit.training import TrainingLoop
+from kdpkit.training import replica_exact
 from tools.benchmarks.paired import compared, in_turns, seconds_of
 
-BATCH, STEPS, STEPS_PER_LOOP = 32, 2048, 64
+BATCH, STEPS, STEPS_PER_CALL = 32, 2048, 64
 
 
 def rows(args):
@@ -16,22 +16,15 @@ def rows(args):
     batch = tf.data.Dataset.from_tensors((features, labels)).cache()
     data = batch.repeat(STEPS).prefetch(tf.data.AUTOTUNE)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = testing.tiny_classifier()
-    model.compile("adam", loss, metrics=["accuracy"])
-    contestants = {
-        "fit": lambda: model.fit(data, verbose=0),
-        "bare loop": bare_loop(data, loss),
-    }
-    for steps in (1, STEPS_PER_LOOP):
-        loop = TrainingLoop(
-            testing.tiny_classifier(),
-            optimizer="adam",
-            loss=loss,
-            metrics=["accuracy"],
-            steps_per_loop=steps,
-            jit_compile=False,
-        )
-        contestants[steps] = lambda loop=loop: loop.fit(data, epochs=1, verbose=0)
+    contestants = {"bare loop": bare_loop(data, loss)}
+    for name, prepare, steps in (
+        ("fit", lambda model: model, 1),
+        (1, replica_exact, 1),
+        (STEPS_PER_CALL, replica_exact, STEPS_PER_CALL),
+    ):
+        model = prepare(testing.tiny_classifier())
+        model.compile("adam", loss, ["accuracy"], steps_per_execution=steps, jit_compile=False)
+        contestants[name] = lambda model=model: model.fit(data, verbose=0)
     figures = in_turns(
         {
             name: lambda train=train: 1e6 * seconds_of(train) / STEPS
@@ -39,9 +32,9 @@ def rows(args):
         },
         args.rounds or 9,
     )
-    many, one = figures[STEPS_PER_LOOP], figures[1]
-    what = "tiny model, TrainingLoop with {} against {}"
-    loop = f"{STEPS_PER_LOOP} steps a call"
+    many, one = figures[STEPS_PER_CALL], figures[1]
+    what = "tiny model, replica_exact with {} against {}"
+    loop = f"{STEPS_PER_CALL} steps a call"
     return [
         compared(
             what.format(loop, "stock fit"), "us a step", many, figures["fit"], goal=("<=", 0.25)
@@ -66,7 +59,7 @@ def bare_loop(data, loss_of):
 
     @tf.function
     def steps(iterator):
-        for _ in tf.range(STEPS_PER_LOOP):
+        for _ in tf.range(STEPS_PER_CALL):
             x, y = next(iterator)
             with tf.GradientTape() as tape:
                 predictions = model(x, training=True)
@@ -81,7 +74,7 @@ def bare_loop(data, loss_of):
         iterator = iter(data)
         mean.reset_state()
         accuracy.reset_state()
-        for _ in range(STEPS // STEPS_PER_LOOP):
+        for _ in range(STEPS // STEPS_PER_CALL):
             logs = [float(result) for result in steps(iterator)]
         return logs
 

@@ -166,17 +166,17 @@ class Resume(keras.callbacks.Callback):
 
     @property
     def _steps_per_execution(self) -> int:
-        return self.params.get("steps_at_once") or self.model.steps_per_execution
+        return self.model.steps_per_execution
 
     def _position_in_data(self, position: Position) -> Position:
         """Return where the data are at a position of training; data that never end are in epoch 0.
 
-        Keras' last execution of an epoch is as long as the others, that of `TrainingLoop` is not.
+        The last execution of an epoch is as long as the others.
         """
         epoch = position.epoch + (self._epochs_ahead or 0)
         if self._data.batches_per_epoch is not None:
             return Position(epoch, position.step)
-        execution = 1 if "steps_at_once" in self.params else self._steps_per_execution
+        execution = self._steps_per_execution
         executions = math.ceil(self._steps_per_epoch / execution)
         return Position(0, epoch * executions * execution + position.step)
 

@@ -29,8 +29,7 @@ def largest_batch(
 
     Args:
         dataset: What `fit` trains on: as for `check_tpu`.
-        model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
-            replicas, in one process.
+        model: A compiled model, on one device or on several replicas, in one process.
         multiple_of: What divides each size that is tried, such as 8 examples for each replica.
         most: The most examples to try; None has no limit.
 
@@ -87,18 +86,17 @@ def search(fits: Callable[[int], bool], start: int = 1, most: int = sys.maxsize)
     return fitting
 
 
-def _trains(trainer: Any, data: batches.Batches, examples: int) -> bool:
+def _trains(model: keras.Model, data: batches.Batches, examples: int) -> bool:
     """Return whether steps on so many examples fit; what they change is restored."""
-    model = training_step.model_of(trainer)
-    fit = trainer.fit if training_step.is_loop(trainer) else training_step.fit_of(model)
-    settings = {} if training_step.is_loop(trainer) else {"shuffle": False}
+    fit = training_step.fit_of(model)
+    settings = {"steps_per_epoch": _STEPS, "shuffle": False, "verbose": 0}
     try:
         with speed.unchanged(model):
             which = np.arange(examples) % data.examples
             batch = keras.tree.map_structure(
                 lambda part: part if part is None else np.asarray(part)[which], data.first
             )
-            fit(batches.repeated(batch), epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)
+            fit(batches.repeated(batch), epochs=1, **settings)
             # JAX raises where a result is read that was computed meanwhile, or was not.
             checkpoints.values_of({"model": model.variables[:1]})
     except Exception as error:

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 
 from kdpkit._internal import versions
-from kdpkit.diagnostics._doctor import training_step
 
 _OF_NO_LAYER = re.compile(r"/?(?:[^/]*->|vmap|einsum|Tensordot|MatMul)")
 _DIGITS = "0123456789"  # for the axes of an ellipsis
@@ -44,48 +43,46 @@ class Operation(NamedTuple):
         return "/".join(_OF_NO_LAYER.split(self.place)[0].split("/")[-2:])
 
 
-def traced(trainer: Any, batch: Any) -> list[Operation]:
+def traced(model: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
-    batch = as_fit_passes_it(trainer, batch)
-    with versions.unbuilt_losses(training_step.model_of(trainer)):
-        return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(trainer, batch)]
+    batch = as_fit_passes_it(model, batch)
+    with versions.unbuilt_losses(model):
+        return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(model, batch)]
 
 
-def _of_jax(trainer: Any, batch: Any) -> Iterator[Operation]:
+def _of_jax(model: Any, batch: Any) -> Iterator[Operation]:
     import jax
 
     batch = jax.tree.map(
         lambda part: part if isinstance(part, jax.ShapeDtypeStruct) else np.asarray(part), batch
     )
-    variables = training_step.model_of(trainer).variables
+    variables = model.variables
 
     def losses(values: list[jax.Array], batch: Any) -> Any:
         with keras.StatelessScope(state_mapping=zip(variables, values, strict=True)):
-            return _losses(trainer, batch)
+            return _losses(model, batch)
 
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in variables]
     return of_jaxpr(jax.make_jaxpr(losses)(shapes, batch).jaxpr)
 
 
-def _of_tensorflow(trainer: Any, batch: Any) -> Iterator[Operation]:
+def _of_tensorflow(model: Any, batch: Any) -> Iterator[Operation]:
     import tensorflow as tf
 
     specs = keras.tree.map_structure(
         lambda part: part if part is None else tf.type_spec_from_value(part), batch
     )
-    function = tf.function(lambda batch: _losses(trainer, batch), autograph=False)
+    function = tf.function(lambda batch: _losses(model, batch), autograph=False)
     return _of_graph(function.get_concrete_function(specs).graph)
 
 
-def as_fit_passes_it(trainer: Any, batch: Any) -> Any:
+def as_fit_passes_it(model: Any, batch: Any) -> Any:
     """Prepare a batch as `fit` of KerasHub's models does, and cast arrays as Keras' does."""
-    if training_step.is_loop(trainer):
-        return batch
     parts = keras.utils.unpack_x_y_sample_weight(batch)
-    names = getattr(trainer, "input", None)  # a subclass has none
+    names = getattr(model, "input", None)  # a subclass has none
     is_prepared = isinstance(names, dict) and isinstance(parts[0], dict) and {*names} <= {*parts[0]}
-    if hasattr(trainer, "preprocess_samples") and not is_prepared:
-        batch = trainer.preprocess_samples(*parts)
+    if hasattr(model, "preprocess_samples") and not is_prepared:
+        batch = model.preprocess_samples(*parts)
 
     def cast(part: Any) -> Any:
         is_wide = isinstance(part, np.ndarray) and part.dtype == "float64"
@@ -94,12 +91,9 @@ def as_fit_passes_it(trainer: Any, batch: Any) -> Any:
     return keras.tree.map_structure(cast, batch)
 
 
-def _losses(trainer: Any, batch: Any) -> Any:
+def _losses(model: Any, batch: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if training_step.is_loop(trainer):
-        losses, _predictions = trainer.per_example_loss(x, y, training=True)
-        return losses
-    return trainer.compute_loss(x, y, trainer(x, training=True), sample_weight, training=True)
+    return model.compute_loss(x, y, model(x, training=True), sample_weight, training=True)
 
 
 def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[Operation]:

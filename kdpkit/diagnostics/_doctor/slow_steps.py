@@ -11,6 +11,7 @@ from kdpkit._internal.check_results import Finding
 from kdpkit.batches._array_batches import num_examples
 from kdpkit.diagnostics._doctor import operations, outputs, training_step
 from kdpkit.diagnostics._doctor.operations import Operation
+from kdpkit.training._remat import is_rematerialized
 
 _LONG = 512  # positions, from which on attention that computes no scores is faster
 _LARGE_VOCABULARY = 8192
@@ -71,28 +72,24 @@ def this_device() -> Device:
     return Device(platform, has_bfloat16, 10.0 if platform == "cpu" else 150.0)
 
 
-def findings(trainer: Any, batch: Any) -> list[Finding]:
-    """Return what makes the steps of a model or loop slow, or that they raise."""
+def findings(model: Any, batch: Any) -> list[Finding]:
+    """Return what makes the steps of a model slow, or that they raise."""
     try:
-        if not training_step.model_of(trainer).built:
-            training_step.build(trainer, batch)
-        is_loop = training_step.is_loop(trainer)
-        return [*(() if is_loop else outputs.findings(trainer, batch)), *of_step(trainer, batch)]
+        if not model.built:
+            training_step.build(model, batch)
+        return [*outputs.findings(model, batch), *of_step(model, batch)]
     except Exception as error:  # tracing runs the user's code, which may raise anything
         problem = f"The training fails: {checks.reason_of(error)}"
         return [Finding("step", "error", "train", problem, "Train one batch, and mend that first.")]
 
 
-def of_step(trainer: Any, batch: Any, device: Device | None = None) -> Iterator[Finding]:
-    """Yield what makes the steps of a model or loop slow, which is built and can be traced."""
-    model, device = training_step.model_of(trainer), device or this_device()
-    traced = operations.traced(trainer, batch)
-    is_loop = training_step.is_loop(trainer)
-    parts = trainer.accumulation if is_loop else 1
-    yield from _of_attention(traced, device, model.name, parts, is_loop and trainer.remat)
-    yield from _of_logits(traced, model.name, parts)
+def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Finding]:
+    """Yield what makes the steps of a model slow, which is built and can be traced."""
+    device, traced = device or this_device(), operations.traced(model, batch)
+    yield from _of_attention(traced, device, model.name, remat=is_rematerialized(model))
+    yield from _of_logits(traced, model.name)
     yield from _of_precision(traced, device, model.name)
-    yield from _of_batch(traced, device, trainer, num_examples(batch))
+    yield from _of_batch(traced, device, model, num_examples(batch))
 
 
 def scores_of(traced: Sequence[Operation]) -> list[Scores]:
@@ -112,9 +109,9 @@ def scores_of(traced: Sequence[Operation]) -> list[Scores]:
     return found
 
 
-def attention_of(trainer: Any, batch: Any) -> str:
+def attention_of(model: Any, batch: Any) -> str:
     """Return in one line how a model computes attention, and why not by a fused kernel."""
-    device, traced = this_device(), operations.traced(trainer, batch)
+    device, traced = this_device(), operations.traced(model, batch)
     fused = sum(each.times for each in traced if each.kind == "fused")
     parts = [f"fused in {_layers(fused)}"] if fused else []
     for why, group in _by_reason(scores_of(traced), device).items():
@@ -140,12 +137,12 @@ def _layers(count: int) -> str:
 
 
 def _of_attention(
-    traced: Sequence[Operation], device: Device, name: str, parts: int, remat: bool
+    traced: Sequence[Operation], device: Device, name: str, *, remat: bool
 ) -> Iterator[Finding]:
-    """Yield attentions of which a batch in parts keeps scores, with `remat` those of one layer."""
+    """Yield attentions that keep scores, with `remat` those of one layer."""
     long = [scores for scores in scores_of(traced) if min(scores.shape[-2:]) >= _LONG]
     for (reason, remedy), group in _by_reason(long, device).items():
-        size = sum(scores.kept_bytes for scores in group[: 1 if remat else None]) // parts
+        size = sum(scores.kept_bytes for scores in group[: 1 if remat else None])
         if size < _LARGE or not remedy:
             continue
         problem = (
@@ -198,7 +195,7 @@ def _why(scores: Scores, device: Device) -> tuple[str, str]:
     return "", ""
 
 
-def _of_logits(traced: Sequence[Operation], name: str, parts: int) -> Iterator[Finding]:
+def _of_logits(traced: Sequence[Operation], name: str) -> Iterator[Finding]:
     products = {
         each.shape[-1]: each
         for each in traced
@@ -208,15 +205,15 @@ def _of_logits(traced: Sequence[Operation], name: str, parts: int) -> Iterator[F
         *positions, tokens = each.shape or (0,)
         product = products.get(tokens)
         if each.kind == "softmax" and tokens >= _LARGE_VOCABULARY and product is not None:
-            count = math.prod(positions) * each.times // parts
+            count = math.prod(positions) * each.times
             size = tokens * count * (4 + _BYTES.get(product.dtype, 4))
             problem = (
                 f"The logits of all {tokens:,} tokens are held at {count:,} "
                 f"positions at once, and their probabilities: {_amount(size)}."
             )
             remedy = (
-                "Compute the loss in chunks, by `kdpkit.training.linear_cross_entropy` in a loop, "
-                "or `MaskedLMLoop` (docs/how_to/large_vocabularies.md)."
+                "Compute the loss in chunks, by `kdpkit.training.without_logits(model)` "
+                "(docs/how_to/large_vocabularies.md)."
             )
             if size >= _LARGE:
                 yield Finding("logits", "slow", product.layers or name, problem, remedy)
@@ -234,9 +231,8 @@ def _of_precision(traced: Sequence[Operation], device: Device, name: str) -> Ite
 
 
 def _of_batch(
-    traced: Sequence[Operation], device: Device, trainer: Any, examples: int
+    traced: Sequence[Operation], device: Device, model: keras.Model, examples: int
 ) -> Iterator[Finding]:
-    model = training_step.model_of(trainer)
     if any(each.kind == "function" for each in traced) or (
         model.optimizer and model.optimizer.gradient_accumulation_steps
     ):
@@ -245,7 +241,7 @@ def _of_batch(
     states = _size_of(model.optimizer.variables) if model.optimizer else 0
     moved = 5 * weights + 2 * states  # read twice, gradients written and read, then an update
     flops = 3 * _flops(traced)  # with those of the backward pass
-    least = device.balance * moved * training_step.num_devices(trainer)
+    least = device.balance * moved * training_step.num_devices(model)
     # With more the weights are tables, most of which a batch does not look up.
     if weights >= _MANY_WEIGHTS and least / _MOST_LARGER < flops < least:
         problem = (

@@ -69,8 +69,7 @@ def check_speed(
 
     Args:
         dataset: What `fit` trains on: as for `check_tpu`.
-        model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
-            replicas, in one process.
+        model: A compiled model, on one device or on several replicas, in one process.
         batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
         seconds: About how long to measure, without compiling, and longer where steps take longer.
 
@@ -91,7 +90,7 @@ def check_speed(
     try:
         with contextlib.ExitStack() as undisturbed:
             training_step.build(model, seen.first)
-            undisturbed.enter_context(unchanged(training_step.model_of(model)))
+            undisturbed.enter_context(unchanged(model))
             stage = None
             findings: list[Finding] = []
             if training_step.can_be_traced(model) and seen.are_dense:
@@ -124,13 +123,14 @@ def check_speed(
     return SpeedReport(real, share, stage, in_order(findings))
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(model: Any) -> None:
     """Raise where steps cannot be trained, and then undone."""
-    training_step.check_model(trainer)
-    strategy = getattr(training_step.model_of(trainer), "distribute_strategy", None)
-    is_stock = not (training_step.is_loop(trainer) or training_step.is_exact(trainer))
+    training_step.check_model(model)
+    strategy = getattr(model, "distribute_strategy", None)
     # Stock Keras on several replicas would write into the user's arrays.
-    is_split = is_stock and getattr(strategy, "num_replicas_in_sync", 1) > 1
+    is_split = (
+        not training_step.is_exact(model) and getattr(strategy, "num_replicas_in_sync", 1) > 1
+    )
     if is_split or type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
         checks.fail(
             "Steps are measured in one process, on several replicas with `kdpkit.training`.",
@@ -191,9 +191,9 @@ class _Clock(keras.callbacks.Callback):
         return (ended - started) / (last - first)
 
 
-def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: float) -> float:
+def _seconds_per_step(model: Any, data: Any, batch_size: int | None, seconds: float) -> float:
     """Train for a moment, and return the mean time of a step."""
-    model, clock = training_step.model_of(trainer), _Clock(seconds)
+    clock = _Clock(seconds)
     arguments: dict[str, Any] = {"epochs": _ENDLESS, "callbacks": [clock], "verbose": 0}
     if batches.is_tf_dataset(data):
         data = data.repeat()
@@ -204,12 +204,9 @@ def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: 
         arguments["batch_size"], data = batch_size, arguments.pop("x")
     elif isinstance(data, keras.utils.PyDataset):
         data = copy.copy(batches.untracked(data))  # a copy counts its epochs
-    if training_step.is_loop(trainer):
-        trainer.fit(data, **arguments)
-    else:
-        # Keras cannot shuffle these, and would warn.
-        shuffle = {"shuffle": False} if batches.is_tf_dataset(data) else {}
-        training_step.fit_of(model)(data, **arguments, **shuffle)
+    # Keras cannot shuffle these, and would warn.
+    shuffle = {"shuffle": False} if batches.is_tf_dataset(data) else {}
+    training_step.fit_of(model)(data, **arguments, **shuffle)
     # Its iterator would read on into the next run. And if a thread of tf.data collects it later,
     # it may wait there for its own end.
     del data

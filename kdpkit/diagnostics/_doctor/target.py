@@ -58,7 +58,7 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
             programs, end = _run(target, lambda: runpy.run_path(str(path), run_name="__main__"))
             if not programs:
                 checks.fail(
-                    end or f"`{target}` ended without a `fit` of a Keras model or a loop.",
+                    end or f"`{target}` ended without a `fit` of a Keras model.",
                     remedy="Its own flags come after `--`; for a loop of your own name a function "
                     "that returns (dataset, model): `kdpkit doctor train.py:make`.",
                 )
@@ -139,15 +139,12 @@ def _run(target: str, work: Callable[[], Any]) -> tuple[list[Program], str]:
     """
     import keras
 
-    from kdpkit.training import TrainingLoop
-
     programs: list[Program] = []
     end = ""
     with contextlib.ExitStack() as undo:
-        for kind in (keras.Model, TrainingLoop):
-            owner: Any = next(each for each in kind.__mro__ if "fit" in vars(each))
-            undo.callback(setattr, owner, "fit", owner.fit)
-            owner.fit = _ending(owner.fit, programs)
+        owner: Any = next(each for each in keras.Model.__mro__ if "fit" in vars(each))
+        undo.callback(setattr, owner, "fit", owner.fit)
+        owner.fit = _ending(owner.fit, programs)
         try:
             work()
         except _Reached:
@@ -169,7 +166,7 @@ def _run(target: str, work: Callable[[], Any]) -> tuple[list[Program], str]:
 
 
 def _ending(fit: Callable[..., Any], programs: list[Program]) -> Callable[..., Any]:
-    """Return a `fit` of a model or a `TrainingLoop` that notes its arguments, and ends."""
+    """Return a `fit` that notes its arguments, and ends."""
     signature = inspect.signature(fit)
 
     def ending(model: Any, *args: Any, **settings: Any) -> Any:
@@ -179,14 +176,14 @@ def _ending(fit: Callable[..., Any], programs: list[Program]) -> Callable[..., A
         x, y, sample_weight = (arguments.get(name) for name in ("x", "y", "sample_weight"))
         arrays = x if y is None and sample_weight is None else (x, y, sample_weight)
         program = Program(
-            arguments.get("train", arrays),
+            arrays,
             model,
-            validation_data=arguments.get("validation", arguments.get("validation_data")),
-            validation_split=arguments.get("validation_split") or 0.0,
-            batch_size=arguments.get("batch_size"),
+            validation_data=arguments["validation_data"],
+            validation_split=arguments["validation_split"] or 0.0,
+            batch_size=arguments["batch_size"],
             epochs=max(arguments["epochs"] - arguments["initial_epoch"], 1),
             steps_per_epoch=arguments["steps_per_epoch"],
-            shuffle=bool(arguments.get("shuffle", True)),
+            shuffle=bool(arguments["shuffle"]),
         )
         programs.append(program)
         raise _Reached

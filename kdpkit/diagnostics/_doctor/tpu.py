@@ -30,7 +30,7 @@ def check_tpu(
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset or a PyTorch
             `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y, sample_weight)`.
-        model: A compiled Keras model or a `kdpkit.training.TrainingLoop`; some take uneven batches.
+        model: A compiled Keras model; that of `replica_exact` takes uneven batches on JAX.
         replicas: Cores that share a global batch; 8 on the usual TPU host.
         validation_data: As `dataset`.
         batch_size: Examples in the batches that `fit` splits arrays into; None is 32, as in Keras.
@@ -51,7 +51,7 @@ def check_tpu(
     data = {"train": batches.batches_of(dataset, batch_size)}
     if validation_data is not None:
         data["validation"] = batches.batches_of(validation_data, batch_size, name="validation_data")
-    takes_uneven = on_jax and (training_step.is_exact(model) or training_step.is_loop(model))
+    takes_uneven = on_jax and training_step.is_exact(model)
     findings: list[Finding] = []
     for name, seen in data.items():
         for part in seen.parts:

@@ -1,67 +1,45 @@
-"""The step with which a model or a `TrainingLoop` trains, looked at without training."""
+"""The step with which a model trains, looked at without training."""
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any
 
 import keras
 
 from kdpkit._internal import checks, versions
-from kdpkit.diagnostics._doctor import batches
-from kdpkit.training import TrainingLoop
-
-Trainable: TypeAlias = keras.Model | TrainingLoop
 
 
-def check_model(trainer: Any) -> None:
-    """Raise where it is neither a compiled model nor a `TrainingLoop`."""
-    if is_loop(trainer):
-        return
-    if not isinstance(trainer, keras.Model):
-        checks.fail(
-            "`model` must be a Keras model or a `kdpkit.training.TrainingLoop`.",
-            model=type(trainer).__name__,
-        )
-    if not trainer.compiled:
+def check_model(model: Any) -> None:
+    """Raise where it is no compiled model."""
+    if not isinstance(model, keras.Model):
+        checks.fail("`model` must be a Keras model.", model=type(model).__name__)
+    if not model.compiled:
         checks.fail(
             "`model` is not compiled, so it has no training step.",
-            model=trainer.name,
+            model=model.name,
             remedy="Call `model.compile(optimizer, loss)` first.",
         )
 
 
-def is_loop(trainer: Any) -> TypeGuard[TrainingLoop]:
-    return isinstance(trainer, TrainingLoop)
-
-
-def can_be_traced(trainer: Any) -> bool:
-    """Return whether it has a training step, and that of Keras or a loop."""
-    if not isinstance(trainer, keras.Model):
-        return is_loop(trainer)
-    kind, of_keras = type(trainer), keras.Model
+def can_be_traced(model: Any) -> bool:
+    """Return whether it has a training step, and that of Keras."""
+    kind, of_keras = type(model), keras.Model
+    if not isinstance(model, of_keras):
+        return False
     has_own = kind.train_step is not of_keras.train_step or (
-        kind.fit is not of_keras.fit and not hasattr(trainer, "preprocess_samples")
+        kind.fit is not of_keras.fit and not hasattr(model, "preprocess_samples")
     )
-    return trainer.compiled and not trainer.run_eagerly and not has_own
+    return model.compiled and not model.run_eagerly and not has_own
 
 
-def is_exact(trainer: Any) -> bool:
+def is_exact(model: Any) -> bool:
     """Return whether it is a model of `replica_exact`, which has a `fit` of its own."""
-    return isinstance(trainer, keras.Model) and "fit" in vars(trainer)
+    return isinstance(model, keras.Model) and "fit" in vars(model)
 
 
-def model_of(trainer: Trainable) -> keras.Model:
-    return trainer.model if is_loop(trainer) else trainer
-
-
-def build(trainer: Trainable, first: Any) -> None:
-    """Make the variables of a model or a loop as training does at its start, and train nothing."""
-    if is_loop(trainer):
-        steps: Any = trainer._steps
-        steps.build(steps.open(batches.repeated(first), "dataset", steps=1), training=True)
-        return
-    model = model_of(trainer)
+def build(model: keras.Model, first: Any) -> None:
+    """Make the variables of a model as training does at its start, and train nothing."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
     versions.build_without_training(fit_of(model), model, x, y, sample_weight)
     if model.optimizer is not None and not model.optimizer.built:  # as `fit` may do later
@@ -82,12 +60,10 @@ def fit_of(model: keras.Model) -> Callable:
     return functools.partial(keras.Model.fit, model)
 
 
-def num_devices(trainer: Trainable) -> int:
+def num_devices(model: keras.Model) -> int:
     """Return how many devices share a global batch."""
-    strategy = getattr(model_of(trainer), "distribute_strategy", None)
+    strategy = getattr(model, "distribute_strategy", None)
     if keras.backend.backend() == "tensorflow":
         return getattr(strategy, "num_replicas_in_sync", 1)
-    if is_loop(trainer):
-        return trainer._steps.strategy.size
     distribution = keras.distribution.distribution()
     return 1 if distribution is None else distribution.device_mesh.devices.size

@@ -19,7 +19,7 @@ to fix it:
         --warmup-epochs 1
 
 With --memory, on JAX: what each device needs, and which lines make it fit.
-TARGET is a function that returns a dataset, and a model or a TrainingLoop:
+TARGET is a function that returns a dataset and a compiled model:
 
     KERAS_BACKEND=jax kdpkit plan --memory 16GiB train.py:make --replicas 8
 

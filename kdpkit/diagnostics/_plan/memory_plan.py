@@ -8,20 +8,17 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdpkit import errors
-from kdpkit._internal import check_results, checks, versions
-from kdpkit.diagnostics._doctor import slow_steps
-from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
+from kdpkit._internal import check_results, checks
+from kdpkit.diagnostics._doctor import batches, operations, slow_steps, training_step
 from kdpkit.diagnostics._plan import bytes_of
-from kdpkit.training import TrainingLoop
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 _WHY_NOT_EQUAL = (
-    "* does not train the same: micro-batches have statistics (BatchNormalization) or random "
-    "numbers of their own."
+    "* does not train the same: the parts of a batch have statistics (BatchNormalization) or "
+    "random numbers of their own."
 )
-_MOST_MICRO_BATCHES = 64  # each makes the program longer
+_MOST_PARTS = 64  # more make a step of too few examples
 
 Make = Callable[[], tuple[Any, Any]]
 
@@ -32,7 +29,7 @@ class MemoryUse:
 
     model: int  # devices that share the model, as in `ModelParallel`
     shard: str  # as in `DataParallel`
-    accumulation: int  # micro-batches, as in `TrainingLoop`
+    accumulation: int  # batches for an update: Keras' `gradient_accumulation_steps`
     remat: bool
     equal: bool  # whether it trains the same up to rounding as without these settings
     weights: int  # and what else the model and its metrics keep
@@ -40,7 +37,7 @@ class MemoryUse:
     optimizer: int
     activations: int  # what the forward pass keeps for the backward pass, and batches
     temporaries: int  # what else a step holds at its peak
-    operations: float  # of floating-point numbers, in a step without accumulation
+    operations: float  # of floating-point numbers, for an update
 
     @property
     def total(self) -> int:
@@ -135,8 +132,8 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     logical devices stand for the real ones.
 
     Args:
-        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`.
-            It is traced, unless it looks at values.
+        make: Returns a dataset of global batches and a compiled model. It is traced, unless it
+            looks at values.
         memory: Bytes that each device has for the training, or a text such as `"16GiB"`.
         replicas: Devices that share a global batch.
 
@@ -163,29 +160,30 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
 
     step = StepMemory(lambda: _made(make))
     uses = tuple(_uses(step, replicas, limit))
-    findings = check_results.in_order(slow_steps.of_step(step.loop, step.batch))
+    findings = check_results.in_order(slow_steps.of_step(step.model, step.batch))
     return MemoryPlan(uses, limit, replicas, step.global_batch_size, findings)
 
 
-def _made(make: Make) -> tuple[Any, TrainingLoop]:
+def _made(make: Make) -> tuple[Any, Any]:
+    """Return the first batch and the model."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2:
         checks.fail(
-            "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
-            returned=type(made).__name__,
+            "`make` must return a dataset and a compiled model.", returned=type(made).__name__
         )
-    dataset, trainer = made
-    check_model(trainer)
-    if not is_loop(trainer):
-        trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
-    return dataset, trainer
+    dataset, model = made
+    training_step.check_model(model)
+    if not training_step.can_be_traced(model):
+        checks.fail("The model has a step of its own, whose memory is not known.", model=model.name)
+    first = batches.as_arrays(batches.batches_of(dataset).first)
+    return operations.as_fit_passes_it(model, first), model
 
 
 def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     """Yield what each way needs.
 
     What costs more is tried where nothing else fits: first that devices share the model, and then
-    micro-batches.
+    smaller batches, whose gradients are added up.
     """
     shards = _SHARDS if replicas > 1 else _SHARDS[:1]
     ways = [*itertools.product(shards, (False, True) if step.can_remat else (False,))]
@@ -193,7 +191,7 @@ def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     def use(shard: str, remat: bool, accumulation: int = 1, model: int = 1) -> MemoryUse:
         settings: dict[str, Any] = {"model": model, "shard": shard, "accumulation": accumulation}
         need = step.need(replicas, remat=remat, **settings)
-        is_same = accumulation == 1 or step.micro_batches_are_exact
+        is_same = accumulation == 1 or step.accumulation_is_exact
         return MemoryUse(remat=remat, equal=is_same, **settings, **need)
 
     complete = [use(shard, remat) for shard, remat in ways]
@@ -206,27 +204,23 @@ def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
             yield from shared
             if any(each.total <= memory for each in shared):
                 return
-    counts = _micro_batches(step, replicas)
+    counts = _parts(step.global_batch_size, replicas)
     for (shard, remat), first in zip(ways, complete, strict=True):
         if counts and first.total > memory:
             for count in counts:  # as few as fit, or the most
                 tried = use(shard, remat, count)
                 if tried.total <= memory:
                     break
-            yield dataclasses.replace(tried, operations=first.operations)  # XLA counts a loop once
+            yield dataclasses.replace(tried, operations=first.operations)
 
 
-def _micro_batches(step: Any, replicas: int) -> list[int]:
+def _parts(global_batch_size: int, replicas: int) -> list[int]:
     """Return numbers that divide a replica's examples, each at least twice the one before."""
-    examples, rest = divmod(step.global_batch_size, replicas)
+    examples, rest = divmod(global_batch_size, replicas)
     counts = [1]
-    for count in range(2, 1 if rest else min(examples, _MOST_MICRO_BATCHES) + 1):
+    for count in range(2, 1 if rest else min(examples, _MOST_PARTS) + 1):
         if examples % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
-    try:
-        step.activations(counts[-1], remat=False)
-    except errors.InputError:
-        return []  # the loss compares examples, and no batch of it is split
     return counts[1:]
 
 
@@ -238,10 +232,11 @@ def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
             more = "" if use.shard == "none" else f", {shard}"
             strategy = f"kdpkit.sharding.ModelParallel({replicas}, model={use.model}{more})"
         yield f"keras.distribution.set_distribution({strategy})"
-    settings = [f"accumulation={use.accumulation}"] if use.accumulation > 1 else []
-    settings += ["remat=True"] if use.remat else []
-    if settings:
-        yield f"loop = kdpkit.training.TrainingLoop(model, ..., {', '.join(settings)})"
+    if use.remat:
+        yield "model = kdpkit.training.remat(model)"
+    if use.accumulation > 1:
+        yield f"batch_size //= {use.accumulation}"
+        yield f"optimizer = Adam(..., gradient_accumulation_steps={use.accumulation})"
 
 
 def _mebibytes(size: int) -> str:

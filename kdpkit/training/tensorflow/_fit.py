@@ -226,7 +226,10 @@ class _ExactSteps:
         if self.is_on_tpu:
             return _tpu_steps.run_step(step, data)
         data = _global_batches.checked_batch(self.mesh, data)
-        function = functools.partial(step, data)
+        function: Callable[[], Any] = functools.partial(step, data)
+        if kind == "train" and not self.is_users_step[kind]:  # Keras' step updates once.
+            optimizer = self.model.optimizer
+            function = _keras_internals.with_one_learning_rate(optimizer, function)
         mesh, policy, jit = self.mesh, self.policy, bool(self.model.jit_compile)
         return run_once(mesh, policy, function, data, batch_norm=self.batch_norm, jit=jit)
 

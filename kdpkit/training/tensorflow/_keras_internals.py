@@ -314,9 +314,10 @@ def move_global_seeds(strategy: tf.distribute.Strategy) -> None:
         move_into_scope(seeds.state)
 
 
-@contextlib.contextmanager
-def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Let a schedule compute the rate of an update once, while it is traced.
+def with_one_learning_rate(
+    optimizer: keras.optimizers.Optimizer, step: Callable[[], Any]
+) -> Callable[[], Any]:
+    """Let a schedule compute the rate of a step's update once, while it is traced.
 
     Keras computes it for every variable, and with weight decay twice: an eighth of all operations
     of BERT's step. A user's own optimizer may mean another rate each time, and is not changed.
@@ -324,13 +325,17 @@ def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     # docs/upstream/keras_asks_the_schedule_for_every_variable.md
     inner = optimizers.unscaled(optimizer)
     is_of_keras = type(inner).__module__.partition(".")[0] == "keras"
-    has_schedule = isinstance(inner._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+    schedule = getattr(inner, "_learning_rate", None)
+    has_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
     if not is_of_keras or not has_schedule or "_get_current_learning_rate" in vars(inner):
-        yield
-        return
-    rate = inner._get_current_learning_rate()
-    with replaced(inner, "_get_current_learning_rate", lambda: rate):
-        yield
+        return step
+
+    def call() -> Any:
+        rate = inner._get_current_learning_rate()
+        with replaced(inner, "_get_current_learning_rate", lambda: rate):
+            return step()
+
+    return call
 
 
 def repeat_calls_on_servers(insist: Callable[[Callable[[], Any]], Any]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask
 from kdpkit.training.tensorflow._keras_internals import global_state
 from kdpkit.training.tensorflow._layer_trial import Finding, Verdict, try_layer
@@ -36,18 +35,7 @@ class Policy:
         self._findings: dict[Any, tuple[Any, Finding]] = {}
 
     def divides(self, step: Step, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
-        """Return whether each device computes its part; for XLA a model may be one layer.
-
-        Raise if the layer compares the examples of a micro-batch.
-        """
-        if step.micro_batch is not None and not is_composed(layer):
-            if not is_of_a_library(layer):
-                reject_mixing(f"layer `{layer.name}`", self.finding(layer, args, kwargs))
-            elif has_too_few_axes(layer, args, kwargs):
-                finding = Finding(Verdict.MIXES, "takes the examples of a batch for parts of one")
-                reject_mixing(f"layer `{layer.name}`", finding)
-        if step.mesh.num_parts == 1:
-            return False
+        """Return whether each device computes its part; for XLA a model may be one layer."""
         if id(layer) in self._declared:
             return self._declared[id(layer)]
         # A recurrent cell keeps what it drops from one call to the next.
@@ -78,15 +66,6 @@ class Policy:
     def forget(self) -> None:
         """Try layers again, because their attributes may have changed."""
         self._findings.clear()
-
-
-def reject_mixing(name: str, finding: Finding) -> None:
-    """Reject what surely compares examples; what cannot be tried is accepted."""
-    if finding.verdict is Verdict.MIXES:
-        checks.fail(
-            f"The {name} {finding.reason}, and a micro-batch has some of the examples alone.",
-            remedy="Train with `accumulation=1`.",
-        )
 
 
 def _identity(layer: keras.layers.Layer) -> Any:

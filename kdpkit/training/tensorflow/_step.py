@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -37,21 +37,6 @@ class Mesh:
         self.home = self.devices[0]  # the device of everything that is not divided
 
 
-class MicroBatch(NamedTuple):
-    """Some examples of a batch: where they start in it, and how many there are of each."""
-
-    start: Any
-    num_examples: Any
-    num_global_examples: Any
-
-    def position(self, num_entries: Any) -> tuple[Any, Any]:
-        """Return where as many entries start in the batch's, and how many entries the batch has."""
-        per_example = num_entries // tf.maximum(self.num_examples, 1)
-        fits = per_example * self.num_examples == num_entries
-        start, total = self.start * per_example, self.num_global_examples * per_example
-        return tf.where(fits, start, 0), tf.where(fits, total, num_entries)
-
-
 class Step:
     """A step that is being traced; its policy decides which layers are divided.
 
@@ -65,7 +50,6 @@ class Step:
         self.parts: dict[Any, Any] = {}  # of tensors that were joined, by `key`
         self.batch_keys: set[Any] = set()  # of the tensors of the batch, which are on the host
         self.assertions: list[tf.Operation] = []  # that end the step before it updates anything
-        self.micro_batch: MicroBatch | None = None
         # For random numbers that are drawn outside of divided layers.
         self.random_part: Part | None = None
         self.graph, self._num_channels = graph(), 0
@@ -76,26 +60,19 @@ class Step:
         return Channel(NUMBERS * self._num_channels)
 
     def asks_policy(self) -> bool:
-        """Return whether the policy is asked about layers.
-
-        On one device it only rejects layers that compare the examples of micro-batches.
-        """
-        if tf.executing_eagerly():
+        """Return whether the policy is asked about layers: where devices can divide them."""
+        if tf.executing_eagerly() or self.mesh.num_parts == 1:
             return False
-        if self.mesh.num_parts == 1:
-            return self.micro_batch is not None
         return not in_xla_context(graph())
 
     @contextlib.contextmanager
-    def drawing_at(self, start: Any, num_examples: Any, num_global_examples: Any) -> Iterator[None]:
-        """Draw random numbers for the step's examples by their position in a batch."""
-        if num_global_examples is not num_examples:
-            self.micro_batch = MicroBatch(start, num_examples, num_global_examples)
+    def drawing_by_position(self, num_examples: Any) -> Iterator[None]:
+        """Draw random numbers outside of layers, too, by the position of the batch's examples."""
         self.random_part = Part(self, 0, Split(num_examples, [0], [num_examples], [num_examples]))
         try:
             yield
         finally:
-            self.micro_batch = self.random_part = None
+            self.random_part = None
 
 
 @dataclasses.dataclass
@@ -120,9 +97,6 @@ class Part:
         self.num_examples = self.split.counts[self.index]
         self.start = self.split.starts[self.index]
         self.num_global_examples = self.split.total
-        if self.step and self.step.micro_batch:
-            offset, self.num_global_examples = self.step.micro_batch.position(self.split.total)
-            self.start += offset
 
     @property
     def device(self) -> str:

@@ -21,7 +21,7 @@ def run_once(
     with traced_once(step, batch), contextlib.ExitStack() as stack:
         if jit and is_one:  # XLA draws several axes in another order.
             count = examples_in_batch(batch)
-            stack.enter_context(step.drawing_at(0, count, count))
+            stack.enter_context(step.drawing_by_position(count))
         return function()
 
 
