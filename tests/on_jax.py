@@ -15,7 +15,7 @@ ON_JAX = {
         "tests/test_tpus.py",
     ],
     "callbacks": ["tests/callbacks"],
-    "loop": ["tests/training/test_loop.py", "tests/training/test_remat.py"],
+    "remat": ["tests/training/test_remat.py"],
     "diagnostics": [
         "tests/diagnostics/test_arrays.py",
         "tests/diagnostics/test_largest_batch.py",
@@ -40,6 +40,5 @@ ON_JAX = {
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_without_logits.py",
-        "tests/training/test_masked_lm.py",
     ],
 }
