@@ -196,6 +196,23 @@ def test_cut_variables_train_as_on_one_device(train, shard):
     assert bytes_here(large) == (total / 8 if shard == "weights" else total)
 
 
+def test_masks_reach_the_loss_of_cut_weights(monkeypatch):
+    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
+    tokens = np.random.default_rng(0).integers(0, 9, (16, 6))
+    tokens[::2, 3:] = 0  # padding
+
+    def losses(devices):
+        with scope(devices, "weights"):
+            keras.utils.set_random_seed(0)
+            embedding = layers.Embedding(9, 16, mask_zero=True)
+            model = keras.Sequential([keras.Input((6,)), embedding, layers.Dense(9)])
+            model.compile("sgd", CROSS_ENTROPY)
+            model = training.replica_exact(model) if devices else model
+            return model.fit(tokens, tokens, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    assert losses(4) == pytest.approx(losses(None), rel=1e-6)
+
+
 def test_the_variables_of_a_model_that_was_built_before_are_cut():
     one, before = trained(by_fit)
     many = net()
