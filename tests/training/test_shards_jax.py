@@ -198,14 +198,14 @@ def test_cut_variables_train_as_on_one_device(train, shard):
 
 def test_masks_reach_the_loss_of_cut_weights(monkeypatch):
     monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
-    tokens = np.random.default_rng(0).integers(0, 9, (16, 6))
+    tokens = np.random.default_rng(0).integers(0, 12, (16, 6))
     tokens[::2, 3:] = 0  # padding
 
     def losses(devices):
         with scope(devices, "weights"):
             keras.utils.set_random_seed(0)
-            embedding = layers.Embedding(9, 16, mask_zero=True)
-            model = keras.Sequential([keras.Input((6,)), embedding, layers.Dense(9)])
+            embedding = layers.Embedding(12, 16, mask_zero=True)
+            model = keras.Sequential([keras.Input((6,)), embedding, layers.Dense(12)])
             model.compile("sgd", CROSS_ENTROPY)
             model = training.replica_exact(model) if devices else model
             return model.fit(tokens, tokens, batch_size=8, shuffle=False, verbose=0).history["loss"]
