@@ -197,7 +197,7 @@ def test_cut_variables_train_as_on_one_device(train, shard):
 
 
 def test_masks_reach_the_loss_of_cut_weights(monkeypatch):
-    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
+    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 10)
     tokens = np.random.default_rng(0).integers(0, 12, (16, 6))
     tokens[::2, 3:] = 0  # padding
 
