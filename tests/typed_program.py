@@ -64,6 +64,13 @@ def test_the_program_trains(tmp_path: Path) -> None:
     watching = [*callbacks.training_callbacks(global_batch_size=plan.global_batch_size), resume]
     history = model.fit(resume.track(train), epochs=EPOCHS, callbacks=watching, verbose=0).history
 
+    @training.replica_exact(strategy=strategy)
+    def predict(x: np.ndarray, scale: float = 1.0) -> object:
+        return model(x) * scale
+
+    assert_type(predict(features[:5], scale=2.0), object)
+    assert_type(training.replica_exact(predict)(features[:5]), object)
+
     report = training.check_parity(lambda: build(schedule), train, replicas=2)
     assert_type(report.equal, bool)
     assert_type(report.variable, str)

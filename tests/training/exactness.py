@@ -19,6 +19,7 @@ from keras import layers, losses, optimizers
 
 from kdpkit import testing
 from kdpkit.training import replica_exact
+from tests.training.step_column import trained_by_own_step
 
 SINGLE = 1e-5  # the largest difference of any weight over the largest change of any, in float32
 NEAR_ZERO = 1e-4  # the same where Adam divides gradients of zero, but for rounding, by their size
@@ -75,6 +76,7 @@ COLUMNS = {
 }
 SHARED = "replica_exact, two devices share a model, on JAX"
 COLUMNS[SHARED] = replica_exact
+OWN_STEP = "own step"  # on TensorFlow; the tables do not have it
 ON_JAX = keras.backend.backend() == "jax"
 
 
@@ -105,7 +107,13 @@ def measure(setting, column, replicas, rows=EVEN):
         return Outcome(promise)
     one = _on_one_device(setting, rows)
     try:
-        many = _trained(setting, COLUMNS[column], replicas, rows, share=column == SHARED)
+        many = _trained(
+            setting,
+            (COLUMNS | {OWN_STEP: trained_by_own_step})[column],
+            replicas,
+            rows,
+            share=column == SHARED,
+        )
     except Exception as error:  # whatever it is, it is the cell's content
         message = str(error).strip()
         stopped = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
@@ -398,6 +406,8 @@ _add(
     "several outputs with loss_weights",
     _two_outputs,
     _data(y=[Y, X[:, :1]]),
+    # `fit` logs the mean of an output's losses over batches, a step of known shapes over examples.
+    promises={OWN_STEP: "equal weights"},
 )
 
 
@@ -529,7 +539,7 @@ _add(
 
 # Steps and inputs.
 
-_add("steps_per_execution=2", _model(steps_per_execution=2))
+_add("steps_per_execution=2", _model(steps_per_execution=2), promises={OWN_STEP: "-"})
 _add("run_eagerly=True", _model(run_eagerly=True))
 _add("jit_compile=True", _model(jit_compile=True))
 
@@ -591,5 +601,6 @@ def _fit_and_evaluate(model, data):
 _add(
     "train_on_batch, test_on_batch, predict_on_batch",
     train=_on_batches,
+    promises={OWN_STEP: "-"},
 )
 _add("validation, evaluate and predict, uneven", train=_fit_and_evaluate)

@@ -70,7 +70,7 @@ def cells():
     return [
         *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
-        # A sum is the only loss without a divisor.
+        *exactness.cells([*QUICK, "reduction='sum'"], [exactness.OWN_STEP], slow),
     ]
 
 
