@@ -25,7 +25,7 @@ the file itself:
 
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
-    KERAS_BACKEND=jax kdpkit doctor --tpu recipes/cnn_fit.py -- --per-replica-batch-size 256
+    KERAS_BACKEND=jax kdpkit doctor --tpu recipes/cnn_fit.py -- --smoke
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make
 
 Where its data are as they should be, its step is traced, to find what makes it
