@@ -89,6 +89,8 @@ def linear_cross_entropy(
     flat_labels = ops.cast(ops.reshape(labels, (-1,)), "int32")
     differentiable = _on_jax if backend == "jax" else _on_tensorflow
     loss = differentiable(chunk_size)
+    # Not variables, which TensorFlow's custom gradients treat apart when they run eagerly.
+    kernel, bias = (ops.reshape(part, part.shape) for part in (kernel, bias))
     losses, predictions = loss(ops.reshape(hidden, (-1, width)), kernel, bias, flat_labels)
     shape = _shape(labels)
     return TokenLoss(ops.reshape(losses, shape), ops.reshape(predictions, shape))

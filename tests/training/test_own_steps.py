@@ -260,3 +260,13 @@ def test_loops_of_guides_train_what_one_device_trains(name):
             np.testing.assert_allclose(a, b, rtol=2e-7, atol=1e-6 * change)  # 2e-7 is a bit
         for a, b in zip(others, outputs, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tape_around_a_step_raises():
+    trainer = Trainer(mirrored())
+    step = replica_exact(trainer.step)
+    with (
+        pytest.raises(ValueError, match="Take the gradients inside of the step"),
+        tf.GradientTape(),
+    ):
+        step(X, Y)

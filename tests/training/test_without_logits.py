@@ -160,3 +160,15 @@ def test_other_settings_of_compile(policy):
     finally:
         keras.config.set_dtype_policy("float32")
     assert_same(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_an_eager_step_with_a_bias_is_that_of_all_logits():
+    def losses(prepare):
+        keras.utils.set_random_seed(0)
+        model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(50)]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=True)
+        x = np.random.default_rng(0).normal(size=(16, 4))
+        return model.fit(x, np.arange(16), batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    assert losses(training.without_logits) == pytest.approx(losses(lambda model: model), rel=1e-6)

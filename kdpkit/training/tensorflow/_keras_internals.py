@@ -130,6 +130,11 @@ def repeat_operation(operation: Any, inputs: list[Any], device: str) -> Any:
     return repeated.outputs[0]
 
 
+def is_recording() -> bool:
+    """Return whether a tape of this thread may record what is computed now."""
+    return bool(record.could_possibly_record())
+
+
 def in_xla_context(graph: Any) -> bool:
     """Return whether XLA compiles the operations of a graph, in which no device can be chosen."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))

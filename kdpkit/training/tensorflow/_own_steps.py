@@ -96,12 +96,23 @@ class _OwnStep:
         return self.run(args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
+        # A tape outside differentiates the compiled function, and finds one device's weights alone.
+        if self.num_replicas > 1 and _keras_internals.is_recording():
+            checks.fail(
+                "A tape around an exact step has not the gradients of all devices.",
+                step=self.name,
+                remedy="Take the gradients inside of the step, or decorate what has the tape.",
+            )
         with (
             self.strategy.scope() if self.strategy else contextlib.nullcontext(),
             _global_batches.explaining_differences(),
             processes.explain_lost_process(),
         ):
             return self.compiled(*args, **kwargs)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.strategy.num_replicas_in_sync if self.strategy else 1
 
     def compile(self, strategy: tf.distribute.Strategy | None) -> None:
         """Prepare what `tf.function` compiles: the function, once for all replicas."""
