@@ -114,7 +114,7 @@ def by_fit(resume, *others):
 def on_a_pipeline_by_several_steps(resume, *others):
     train = resume.track(batches() if ON_JAX else pipeline())
     model = thorough()
-    model.compile(model.optimizer, LOSS, ["accuracy"], steps_per_execution=2)
+    model.compile(model.optimizer, LOSS, metrics=["accuracy"], steps_per_execution=2)
     return fit(replica_exact(model), train, *others, resume, validation_data=held_out())
 
 

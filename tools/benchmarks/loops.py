@@ -23,7 +23,8 @@ def rows(args):
         (STEPS_PER_CALL, replica_exact, STEPS_PER_CALL),
     ):
         model = prepare(testing.tiny_classifier())
-        model.compile("adam", loss, ["accuracy"], steps_per_execution=steps, jit_compile=False)
+        settings = {"steps_per_execution": steps, "jit_compile": False}
+        model.compile("adam", loss, metrics=["accuracy"], **settings)
         contestants[name] = lambda model=model: model.fit(data, verbose=0)
     figures = in_turns(
         {
