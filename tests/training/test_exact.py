@@ -521,6 +521,28 @@ def test_an_error_in_the_data_leaves_what_was_learned():
 
 
 @pytest.mark.jax
+def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
+    seen = []
+
+    class Doubling(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 a method's arguments
+            model = self.model  # which has Keras put the values of the step into the variables
+            seen.append(float(np.sum(model.weights[0])))
+            model.weights[0].assign(2 * model.weights[0])
+            model.optimizer.learning_rate = 0.0
+
+    with exactness.scopes(2)[1]:
+        model = replica_exact(net())
+        start = float(np.sum(model.weights[0]))
+        model.fit(Batches(), callbacks=[Doubling()], shuffle=False, verbose=0)
+    assert seen[0] != start
+    assert seen[1:] == pytest.approx([2 * seen[0], 4 * seen[0]])
+    for variable in model.variables[1:]:
+        assert variable.value.sharding.device_set == set(jax.devices()[:2])
+        assert variable.value.sharding.is_fully_replicated
+
+
+@pytest.mark.jax
 def test_predictions_for_a_graph_have_other_first_axes_than_its_edges():
     class Graph(keras.Model):
         def call(self, inputs):

@@ -303,7 +303,9 @@ def assert_equal(program, on_step):
     pairs = [*map(jax.tree.leaves, (first, one, many))]
     change = max(np.abs(np.asarray(b) - a).max() for a, b in zip(*pairs[:2], strict=True))
     for a, b in zip(*pairs[1:], strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * change)
+        # Sums of micro-batches were measured at 2.7e-6, where XLA compiles soonest.
+        largest = 4e-6 if program is scanned else 2e-6
+        np.testing.assert_allclose(a, b, rtol=0, atol=largest * change)
     for a, b in zip(*map(jax.tree.leaves, (printed, printed_many)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
