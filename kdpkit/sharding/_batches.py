@@ -1,6 +1,5 @@
 """Batches on the devices of a mesh, of any size."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,13 +34,6 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
     If the devices divide its examples each gets a part, otherwise each gets the complete batch.
     """
     return _placed(batch, mesh, examples=num_examples(batch), sharded=by_examples(mesh))
-
-
-def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
-    """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-    sharded = NamedSharding(mesh, PartitionSpec(None, shards.batch_axis(mesh)))
-    return _placed(stacked, mesh, examples=num_examples(batches[0]), sharded=sharded)
 
 
 def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) -> Any:

@@ -8,10 +8,6 @@ from keras.src.backend import get_stateless_scope as get_stateless_scope
 from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 
-# `compile` makes losses by the first, and `fit` reads its data by the second.
-from keras.src.trainers.compile_utils import get_loss as get_loss
-from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
-
 
 def last_operation(model: keras.Model) -> Any:
     """Return the layer or operation that computes the only output of a functional model."""

@@ -65,8 +65,8 @@ def require_no_strategy(owner: str, name: str) -> None:
             f"The {owner} was made outside the strategy's scope, and would train on one device.",
             **{owner: name},
             strategy=strategies.describe(strategy),
-            remedy="Make it inside `with strategy.scope():`; for one device leave out "
-            "`replica_exact`.",
+            remedy=f"Make {'it' if owner == 'model' else 'its model and optimizer'} inside `with "
+            "strategy.scope():`; for one device leave out `replica_exact`.",
         )
 
 

@@ -22,7 +22,6 @@ from keras.src.losses import loss as keras_losses
 from keras.src.models.functional import Functional as Functional
 from keras.src.random import seed_generator as seed_generator
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
