@@ -108,8 +108,6 @@ def main(argv=None):
     )
     test = model.evaluate(held_out(splits.test), return_dict=True, verbose=0)
     results = record.results(test=test)
-    if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
     text.print_guesses(model, tokenizer, splits)
     return results
 

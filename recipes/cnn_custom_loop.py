@@ -2,12 +2,10 @@
 
     python recipes/cnn_custom_loop.py --strategy mirrored --replicas 2 --log-dir logs/cnn
 
-This is the workload of TensorFlow's guide to custom training loops: two convolutions, 64 images on
-each replica, Adam. The loop trains on every image, including an uneven last batch. Its step is
-written as for one device, with a decorator; `--label-smoothing` is what makes it one's own. With
-`--log-dir` the recipe saves the model and plots samples of the data and learning curves. `--data`
-takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an `.npz`
-file like Keras' mnist.npz. recipes/README.md has measured results.
+This is the workload and the loop of TensorFlow's guide to custom training loops. It trains on every
+image; `--label-smoothing` makes the step one's own. With `--log-dir` it plots samples of the data
+and learning curves. `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist"
+(downloaded), or an `.npz` file like Keras' mnist.npz. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
@@ -17,8 +15,7 @@ parser = experiment.argument_parser(
 )
 add = parser.add_argument
 add("--label-smoothing", type=float, default=0.0, help="share of all classes in a label")
-last = "keep or drop a smaller last batch; drop it for a TPU"
-add("--remainder", choices=("keep", "drop"), default="keep", help=last)
+add("--remainder", choices=("keep", "drop"), default="keep", help="smaller last batch (TPU: drop)")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -31,38 +28,13 @@ from kdpkit import corpora, pipelines, training
 
 def build_model(shape, classes):
     """Build two convolutions of 64 and 128 filters; images are uint8 until on the device."""
-    return keras.Sequential(
-        [
-            keras.Input(shape, dtype="uint8"),
-            layers.Rescaling(1 / 255),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(128, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dropout(0.5),
-            layers.Dense(classes, activation="softmax"),
-        ]
-    )
-
-
-def make_train_step(model, metrics, label_smoothing):
-    """Return the step of a batch: labels are smoothed in training, and not in evaluation."""
-    mean, accuracy = metrics
-
-    @training.replica_exact  # without it a loop of one device, as the guide has it
-    def train_step(images, labels):
-        with tf.GradientTape() as tape:
-            predictions = model(images, training=True)
-            loss = model.compute_loss(images, labels, predictions)
-            uniform_loss = -tf.reduce_mean(tf.math.log(predictions + keras.config.epsilon()))
-            loss += label_smoothing * (uniform_loss - loss)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply(gradients, model.trainable_variables)
-        mean.update_state(loss, sample_weight=tf.shape(images)[0])
-        accuracy.update_state(labels, predictions)
-
-    return train_step
+    model = keras.Sequential([keras.Input(shape, dtype="uint8"), layers.Rescaling(1 / 255)])
+    for filters in (64, 128):
+        model.add(layers.Conv2D(filters, 3, padding="same", activation="relu"))
+        model.add(layers.MaxPooling2D())
+    for layer in (layers.Flatten(), layers.Dropout(0.5), layers.Dense(classes, "softmax")):
+        model.add(layer)
+    return model
 
 
 def draw(images, labels, history, directory):
@@ -104,11 +76,23 @@ def main(argv=None):
     with strategy.scope():
         model = training.replica_exact(build_model(images.shape[1:], splits.classes))
         metrics = [keras.metrics.Mean("loss"), keras.metrics.SparseCategoricalAccuracy("accuracy")]
-        train_step = make_train_step(model, metrics, args.label_smoothing)
-        loss = keras.losses.SparseCategoricalCrossentropy()
         optimizer = keras.optimizers.Adam(plan.learning_rate)
-        model.compile(optimizer, loss, weighted_metrics=["accuracy"])
+        model.compile(optimizer, "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
         optimizer.build(model.trainable_variables)
+
+    @training.replica_exact  # without it a step of one device, as the guide has it
+    def train_step(images, labels):
+        with tf.GradientTape() as tape:
+            predictions = model(images, training=True)
+            loss = model.compute_loss(images, labels, predictions)
+            # Labels are smoothed in training, and not in evaluation.
+            uniform_loss = -tf.reduce_mean(tf.math.log(predictions + keras.config.epsilon()))
+            loss += args.label_smoothing * (uniform_loss - loss)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        metrics[0].update_state(loss, sample_weight=tf.shape(images)[0])
+        metrics[1].update_state(labels, predictions)
+
     record = experiment.Recorder(args, model, strategy, plan)
     train = record.resumed(train)
     params = {"epochs": args.epochs, "steps": len(train), "metrics": metrics}
@@ -128,7 +112,6 @@ def main(argv=None):
     hooks.on_train_end()
     results = record.results(test=model.evaluate(test, verbose=0, return_dict=True))
     if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
         draw(images, labels, results["history"], args.log_dir)
     return results
 

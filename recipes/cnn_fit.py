@@ -15,9 +15,8 @@ from kdpkit import experiment
 parser = experiment.argument_parser(
     __doc__, epochs=8, per_replica_batch_size=32, base_learning_rate=3e-3, rule="sqrt"
 )
-files = "write TFRecord files there and train from them"
-directory = experiment.writable_directory
-parser.add_argument("--tfrecords", type=directory, metavar="DIRECTORY", help=files)
+add, directory = parser.add_argument, experiment.writable_directory
+add("--tfrecords", type=directory, metavar="DIRECTORY", help="write TFRecord files, and read them")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -102,11 +101,8 @@ def main(argv=None):
     schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
     with strategy.scope():
         model = training.replica_exact(build_model(images.shape[1:], splits.classes))
-        model.compile(
-            optimizer=keras.optimizers.Adam(schedule),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(schedule), loss, weighted_metrics=["accuracy"])
     record = experiment.Recorder(args, model, strategy, plan)
     model.fit(
         record.resumed(train),
@@ -115,10 +111,7 @@ def main(argv=None):
         verbose=record.verbose,
         shuffle=False,  # the pipeline shuffles
     )
-    results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
-    if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
-    return results
+    return record.results(test=model.evaluate(test, return_dict=True, verbose=0))
 
 
 if __name__ == "__main__":

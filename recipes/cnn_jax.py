@@ -110,10 +110,7 @@ def main(argv=None):
         tested = model.evaluate(test, verbose=0, return_dict=True)
         hooks.on_epoch_end(epoch, logs | {f"val_{name}": tested[name] for name in tested})
     hooks.on_train_end()
-    results = record.results(test=model.evaluate(test, verbose=0, return_dict=True))
-    if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
-    return results
+    return record.results(test=model.evaluate(test, verbose=0, return_dict=True))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,11 @@ add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), defau
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=64, help="tokens in a sequence")
 add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
-accumulated = "batches of an update, each of a K-th of the global batch"
-add("--accumulation", type=positive, default=1, metavar="K", help=accumulated)
+add("--accumulation", type=positive, default=1, metavar="K", help="parts that make a global batch")
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
-directory = experiment.writable_directory
-add("--save", type=directory, metavar="DIRECTORY", help="what `from_preset` loads then")
+add("--save", type=experiment.writable_directory, metavar="DIRECTORY", help="for a preset")
 experiment.start(parser, __name__)  # checks the flags first: the imports below take seconds
 
 import keras
@@ -77,10 +75,7 @@ def main(argv=None):
     splits = text.load(args.data)
     with strategy.scope():
         tokenizer, backbone, model = build_model(args, splits.train)
-    train, *held_out = (
-        text.examples(documents, tokenizer, length)
-        for documents in (splits.train, splits.validation, splits.test)
-    )
+    train, *held_out = text.examples(splits, tokenizer, length)
     count, size = args.accumulation, plan.global_batch_size
     if size % count:
         parser.error(f"--accumulation must divide the global batch of {size} examples")
@@ -96,11 +91,9 @@ def main(argv=None):
     rate = schedules.warmup_cosine(plan.learning_rate, total_steps=steps, warmup_steps=steps // 20)
     accumulation = {"gradient_accumulation_steps": count} if count > 1 else {}
     with strategy.scope():
-        model.compile(
-            keras.optimizers.AdamW(rate, global_clipnorm=1.0, **accumulation),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
-        )
+        optimizer = keras.optimizers.AdamW(rate, global_clipnorm=1.0, **accumulation)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, jit_compile={"on": True, "off": False}.get(args.jit, "auto"))
     print(text.attention(model, train))
     speed = {"tokens_per_example": length, "accumulation": count}
     record = experiment.Recorder(args, model, strategy, plan, **speed)
@@ -114,8 +107,6 @@ def main(argv=None):
     )
     loss = model.evaluate(test, return_dict=True, verbose=0)["loss"]
     results = record.results(test={"loss": loss, "perplexity": np.exp(loss)})
-    if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
     for part in (backbone, tokenizer) if args.save else ():
         part.save_to_preset(str(args.save))
     if not args.data.endswith(".jsonl"):

@@ -86,10 +86,7 @@ def main(argv=None):
         verbose=record.verbose,
         shuffle=False,  # the pipeline shuffles
     )
-    results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
-    if args.log_dir:
-        experiment.save_model(model, args.log_dir / "model.keras")
-    return results
+    return record.results(test=model.evaluate(test, return_dict=True, verbose=0))
 
 
 if __name__ == "__main__":

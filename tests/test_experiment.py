@@ -172,6 +172,12 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
     assert strict(file.read_text()) == {**results, "test": {"loss": 0.5, "worst": None}}
 
 
+def test_the_model_is_saved_beside_the_logs_when_it_is_trained(tmp_path):
+    results, _ = trained(["--per-replica-batch-size=4", "--log-dir", tmp_path])
+    saved = keras.models.load_model(tmp_path / "model.keras")
+    assert int(saved.optimizer.iterations) == results["steps"] == 20
+
+
 def test_each_epoch_is_one_line_where_the_output_is_no_terminal(capsys):
     results, _ = trained(["--per-replica-batch-size=4"])
     first, second, test = capsys.readouterr().out.splitlines()[-3:]

@@ -34,9 +34,9 @@ from kdpkit.experiment._strategy import plan_from, strategy_from
 
 if TYPE_CHECKING:
     from kdpkit.experiment import text
-    from kdpkit.experiment._recorder import Recorder, save_model
+    from kdpkit.experiment._recorder import Recorder
 else:  # they load Keras
-    _NEED_KERAS = {"Recorder": "_recorder", "save_model": "_recorder", "text": "text"}
+    _NEED_KERAS = {"Recorder": "_recorder", "text": "text"}
     __getattr__, _ = lazy_names(__name__, _NEED_KERAS)
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "plan_from",
     "positive_integer",
     "run",
-    "save_model",
     "start",
     "strategy_from",
     "text",

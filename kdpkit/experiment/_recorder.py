@@ -31,7 +31,7 @@ class Recorder(keras.callbacks.Callback):
     Its `callbacks` are for `fit`: itself, those of `kdpkit.callbacks.training_callbacks`, and with
     `--resume` `kdpkit.callbacks.Resume`, for which `resumed(data)` returns the data to train on.
     The results are written after each epoch, before other callbacks write, which may fill the disk.
-    `results(test=...)` adds those of the test, and returns all.
+    `results(test=...)` adds those of the test, saves the model in `args.log_dir`, and returns all.
 
     Its `verbose` is for `fit` too: 1 in a terminal and in a notebook, where Keras shows a bar.
     Elsewhere, as in the log of a batch job, it is 0, and the first process prints one line for each
@@ -88,11 +88,15 @@ class Recorder(keras.callbacks.Callback):
         `Throughput` the means of `examples_per_second` and `tokens_per_second` over the epochs; and
         `replicas`, `strategy`, `global_batch_size`, `steps` (of the optimizer) and `versions`. NaN
         and infinity, which JSON does not have, are `null` in the file. Of several processes only
-        the first one writes.
+        the first one writes, but all must call this, since each may hold parts of the model.
+
+        With `--log-dir` the model is then saved there, as `model.keras`, complete or not at all.
         """
         results = self._write(self.model.history.history, test or {})
         if test and processes.index() == 0:
             print(_line("Test", test))
+        if self._args.log_dir is not None:
+            _save(self.model, self._args.log_dir / "model.keras")
         return results
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -142,12 +146,8 @@ def _line(title: str, numbers: Mapping[str, float]) -> str:
     return " - ".join([title, *(f"{name}: {numbers[name]:{formats[name]}}" for name in numbers)])
 
 
-def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
-    """Save a model atomically, for example as `model.keras` or `gs://bucket/model.keras`.
-
-    All processes must call this, since each may hold parts of the model; the first one's file is
-    kept.
-    """
+def _save(model: keras.Model, path: os.PathLike[str]) -> None:
+    """Save a model atomically; of several processes the first one's file is kept."""
     with contextlib.ExitStack() as stack:
         if keras.backend.backend() == "jax":
             from kdpkit import sharding

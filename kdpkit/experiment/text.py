@@ -99,11 +99,15 @@ def load(data: str) -> corpora.TextSplits:
     return corpora.load_text(data, longer_than=100)  # bytes, as headings are shorter
 
 
-def examples(documents: Sequence[Any], tokenizer: Any, length: int) -> tuple[Any, ...]:
-    """Return what a causal model trains on: `next_tokens` of texts, or of pairs of texts."""
-    if _are_pairs(documents):
-        return next_tokens(*answers(documents, tokenizer, length + 1))
-    return next_tokens(sequences(documents, tokenizer, length + 1))
+def examples(splits: corpora.TextSplits, tokenizer: Any, length: int) -> list[tuple[Any, ...]]:
+    """Return what a causal model trains on, is validated and tested on: `next_tokens` of each."""
+    found = []
+    for documents in (splits.train, splits.validation, splits.test):
+        if _are_pairs(documents):
+            found.append(next_tokens(*answers(documents, tokenizer, length + 1)))
+        else:
+            found.append(next_tokens(sequences(documents, tokenizer, length + 1)))
+    return found
 
 
 def next_tokens(ids: np.ndarray, is_answer: np.ndarray | None = None) -> tuple[Any, ...]:
