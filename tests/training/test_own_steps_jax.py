@@ -343,6 +343,20 @@ def test_jit_may_stand_above():
         assert_equal(scanned, lambda function: jax.jit(replica_exact(function)))
 
 
+@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.parametrize("settings", [{"static_argnums": 3}, {"static_argnames": "kind"}])
+def test_jit_may_stand_above_with_static_arguments(settings, devices):
+    def step(w, x, y, kind):
+        return sgd(w, x, y) if kind == "trained" else w
+
+    with DEVICES[devices]().scope() if devices else contextlib.nullcontext():
+        step = jax.jit(replica_exact(step), **settings)
+        for kind, expected in {"trained": sgd(W, X, Y), "frozen": W}.items():
+            np.testing.assert_allclose(step(W, X, Y, kind=kind), expected, rtol=1e-5, atol=1e-6)
+            if "static_argnums" in settings:
+                np.testing.assert_allclose(step(W, X, Y, kind), expected, rtol=1e-5, atol=1e-6)
+
+
 # Stopped, and started again.
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from kdpkit._internal import checks, processes, shards, versions
@@ -47,7 +48,7 @@ class _Step:
 
     def __init__(self, function: Any, strategy: Any) -> None:
         is_jitted = isinstance(function, jax.stages.Wrapped)
-        self._function = function if is_jitted else jax.jit(function)
+        self._given, self._function = function, function if is_jitted else jax.jit(function)
         self._strategy = strategy
         self._mesh: Any = None
         self._first_shapes: Any = None
@@ -81,7 +82,7 @@ class _Step:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(self._devices) == 1:
-            return self._function(*args, **kwargs)
+            return self._traced(args, kwargs)(*args, **kwargs)
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         flat = {name: jax.tree.flatten(argument) for name, argument in arguments.items()}
         batches = frozenset(
@@ -93,7 +94,7 @@ class _Step:
         if any(isinstance(leaf, jax.core.Tracer) for leaves, _ in flat.values() for leaf in leaves):
             if processes.count() > 1:
                 checks.fail("With several processes `replica_exact` must stand above `jax.jit`.")
-            return self._divided(self._function, batches)(*args, **kwargs)
+            return self._divided(self._traced(args, kwargs), batches)(*args, **kwargs)
         if batches and processes.count() > 1:
             self._check_shapes([flat[name][0] for name in arguments if name in batches])
         for name, (leaves, tree) in flat.items():
@@ -104,6 +105,13 @@ class _Step:
             self._compiled[batches] = self._jitted(batches)
         positional = [arguments.pop(index) for index in range(len(args))]
         return self._compiled[batches](*positional, **arguments)
+
+    def _traced(self, *arguments: Any) -> Callable:
+        """Return the function without our `jax.jit`, if one above it has static arguments."""
+        leaves = jax.tree.leaves(arguments)
+        is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+        in_jit = not all(is_array) and any(isinstance(leaf, DynamicJaxprTracer) for leaf in leaves)
+        return self._given if in_jit else self._function
 
     def _is_batch(self, leaves: list[Any]) -> bool:
         """Return whether all arrays of an argument are new, and have equally many examples."""
