@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kdpkit._internal import checks, shards
 from kdpkit.sharding import _layouts
 from kdpkit.sharding._layouts import describe as describe
-from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh
+from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh, made
 
 
 class DataParallel(keras.distribution.DataParallel):
@@ -56,6 +56,8 @@ class DataParallel(keras.distribution.DataParallel):
             auto_shard_dataset=False,
         )
         self.shards = _shards(shard, mesh)
+        if mesh.size > 1:
+            made.add(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -138,6 +140,8 @@ class ModelParallel(keras.distribution.ModelParallel):
         )
         self.shards = _shards(shard, device_mesh.backend_mesh)
         self._layouts = _layouts.Layouts(model)
+        if len(chosen) > 1:
+            made.add(self)
 
     @property
     def num_replicas_in_sync(self) -> int:

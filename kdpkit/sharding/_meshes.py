@@ -1,5 +1,8 @@
 """Meshes of devices on JAX, and the devices of this machine."""
 
+import gc
+import threading
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +15,11 @@ from kdpkit._internal import checks, machine, shards
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 MODEL_AXIS = "model"
+
+# Distributions over several devices that were made, and whether `replica_exact` has used one. Such
+# a program knows that they must be set, and trains on one device on purpose.
+made: "weakref.WeakSet[shards.Distribution]" = weakref.WeakSet()
+is_one_used = threading.Event()
 
 
 def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
@@ -156,7 +164,24 @@ def as_mesh(strategy: Mesh | shards.Distribution | None) -> Mesh:
             remedy='Name the axis "batch".',
         )
     _check_processes(mesh)
+    if mesh.size > 1:
+        is_one_used.set()
     return mesh
+
+
+def require_none_forgotten(owner: str, name: str) -> None:
+    """Raise where a "model" or a "step" of no distribution trains, and one was made for it."""
+    if is_one_used.is_set() or not made:
+        return
+    gc.collect()  # A distribution that is gone may be in a circular reference.
+    for distribution in made:
+        checks.fail(
+            f"A distribution was made but is not set, so the {owner} would train on one device.",
+            **{owner: name},
+            distribution=str(distribution),
+            remedy="Pass it to `keras.distribution.set_distribution` before the model is built; "
+            "for one device leave out `replica_exact`.",
+        )
 
 
 def _check_processes(mesh: Mesh) -> None:

@@ -85,9 +85,9 @@ def replica_exact(
             distribution, or a `jax.sharding.Mesh`.
 
     Returns:
-        The same model, or a function that is called as the one given. On TensorFlow what was made
-        outside any strategy trains as before; it raises if `kdpkit.strategies` has made one of
-        several replicas, and no model has used any.
+        The same model, or a function that is called as the one given. What was made outside any
+        strategy trains as before; it raises if `kdpkit.strategies` or `kdpkit.sharding` has made
+        one of several devices, and none has been used.
 
     Raises:
         ValueError: It is neither a Keras model nor a function, or its strategy is one that is not

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from keras import layers
 
 from kdpkit import sharding
+from kdpkit.sharding import _meshes
 from kdpkit.training import replica_exact
 from tests.processes import ROOT
 
@@ -457,6 +458,17 @@ def test_without_a_distribution_it_is_the_function_compiled():
 # Bad input.
 
 
+@pytest.fixture
+def fresh():
+    """Forget what the tests before have made and used."""
+    used = _meshes.is_one_used.is_set()
+    _meshes.made.clear()
+    _meshes.is_one_used.clear()
+    yield _meshes
+    if used:
+        _meshes.is_one_used.set()
+
+
 def test_another_distribution_is_one_sentence():
     step = replica_exact(sgd)
     with DEVICES[2]().scope():
@@ -466,6 +478,40 @@ def test_another_distribution_is_one_sentence():
             step(W, X, Y)
         with pytest.raises(ValueError, match="on other devices than those of the distribution"):
             replica_exact(sgd)(w, X, Y)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("owner", ["step", "model"])
+@pytest.mark.parametrize("make", DEVICES.values(), ids=DEVICES)
+def test_a_distribution_that_is_made_and_not_set_is_one_sentence(make, owner, order):
+    distribution = make() if order == "before" else None
+
+    def train():
+        if owner == "step":
+            return functools.partial(replica_exact(sgd), W, X, Y)
+        model = replica_exact(convnet())
+        model.compile("sgd", CROSS_ENTROPY)
+        return functools.partial(model.fit, IMAGES, LABELS, verbose=0)
+
+    call = train()
+    distribution = distribution or make()
+    sentence = rf"made but is not set, so the {owner}.*\d repl.*set_distribution.*leave out"
+    with pytest.raises(ValueError, match=sentence):
+        call()
+    with distribution.scope():
+        train()()
+    train()()  # which knows by now what it does
+
+
+def test_programs_of_one_device_forget_nothing(fresh):
+    one = sharding.DataParallel(1)
+    replica_exact(sgd)(W, X, Y)
+    sharding.DataParallel(2)  # and it is gone
+    replica_exact(sgd)(W, X, Y)
+    with one.scope():
+        replica_exact(sgd)(W, X, Y)
+    assert not fresh.is_one_used.is_set()
 
 
 def test_axes_that_are_divided_by_hand_are_one_sentence():

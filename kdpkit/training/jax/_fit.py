@@ -20,7 +20,7 @@ from keras.src.backend.jax import distribution_lib, trainer
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import replicated, split_examples
-from kdpkit.sharding._meshes import as_mesh
+from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._lowering import divide_sums
 from kdpkit.training.jax._process_checks import check_across_processes, require_same_mesh, shapes_of
 
@@ -220,7 +220,9 @@ def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) ->
     def keeping(*args: Any, **kwargs: Any) -> Any:
         check_distribution(mesh)
         _check_data(*args, **kwargs)
-        if distribution is not None:
+        if distribution is None:
+            require_none_forgotten("model", model.name)
+        else:
             _place(model, distribution)
         before = [(variable, variable._value) for variable in _variables(model)]
         try:

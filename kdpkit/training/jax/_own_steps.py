@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import place_batch, replicated, split_examples
-from kdpkit.sharding._meshes import as_mesh
+from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._fit import check_distribution, reject_local_statistics
 from kdpkit.training.jax._lowering import divide_sums
 from kdpkit.training.jax._process_checks import check_batches, require_same_mesh, shapes_of
@@ -65,6 +65,8 @@ class _Step:
                 check_distribution(self._mesh)
             return
         self._strategy = distribution if self._strategy is None else self._strategy
+        if self._strategy is None:
+            require_none_forgotten("step", getattr(self._given, "__qualname__", "step"))
         mesh = as_mesh(self._strategy)
         if AxisType.Explicit in mesh.axis_types:
             checks.fail(
