@@ -55,6 +55,7 @@ def trained(
     fails_at=None,
     monitors=False,
     own_data=None,
+    generated=False,
     shard="none",
     seeds=None,
     groups_of=None,
@@ -79,8 +80,9 @@ def trained(
     try:
         if by == "step":
             return process_programs.by_step(model, train, epochs=epochs)
+        batches = (train[index] for index in range(len(train))) if generated else train
         settings = {"epochs": epochs, "callbacks": watching, "examples": test.examples}
-        return process_programs.by_fit(model, train, test, compiled=compiled, **settings)
+        return process_programs.by_fit(model, batches, test, compiled=compiled, **settings)
     finally:
         keras.distribution.set_distribution(None)
 

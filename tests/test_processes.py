@@ -22,10 +22,16 @@ from kdpkit.sharding import join_processes
 from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
-RUNS = {"plain": {}, "accumulating": {"accumulation": 2}, "step": {"by": "step"}}
+RUNS = {
+    "plain": {},
+    "accumulating": {"accumulation": 2},
+    "step": {"by": "step"},
+    "generated": {"generated": True, "epochs": 1},
+}
 UNEVEN = [{}, {"examples": 48}]  # what differs between two processes
 DISAGREE = {
     "uneven": {"own_data": UNEVEN},
+    "uneven, generated": {"own_data": UNEVEN} | RUNS["generated"],
     "alike": {"own_data": [{"same_data": True}] * 2},
     "alike, step": {"by": "step", "own_data": [{"same_data": True}] * 2},
     "seed": {"seeds": [0, 1]},
@@ -112,6 +118,7 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
     ("run", "sentence"),
     [
         ("uneven", "The number of batches of `x`, and their shapes, must be the same"),
+        ("uneven, generated", "The number of batches, and their shapes, must be the same"),
         ("alike", "The first batch of `x` must differ between processes"),
         ("alike, step", "The first batch of a step must differ between processes"),
         ("seed", "A variable has not the same value in all processes"),

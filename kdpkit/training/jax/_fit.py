@@ -22,7 +22,12 @@ from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._lowering import divide_sums
-from kdpkit.training.jax._process_checks import check_across_processes, require_same_mesh, shapes_of
+from kdpkit.training.jax._process_checks import (
+    check_across_processes,
+    comparing_lengths,
+    require_same_mesh,
+    shapes_of,
+)
 
 
 def attach(
@@ -43,6 +48,7 @@ def attach(
         divide_sums(mesh)
         names = ("per_process_batch", "layout", "batch_dim_name")
         shards.wrap_once(distribution_lib, "distribute_data_input", _placing_uneven, *names)
+        shards.wrap_once(trainer.JAXEpochIterator, "_get_iterator", comparing_lengths)
         if versions.KERAS < (3, 15):
             shards.wrap_once(trainer, "_distribute_data", _placing_without_weights)
         model.train_step = _splitting(model.train_step, mesh)

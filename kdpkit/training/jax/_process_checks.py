@@ -1,7 +1,9 @@
 """What several processes compare before they train, since JAX hangs where they disagree."""
 
 import functools
+import itertools
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kdpkit._internal import processes
+
+_EQUALLY_MANY = (
+    "Give every process equally many batches of equally many examples, as "
+    "`kdpkit.batches.ArrayBatches` does."
+)
 
 
 def require_same_mesh(mesh: Mesh) -> None:
@@ -30,8 +37,7 @@ def check_batches(name: str, length: int | None, first: Any) -> None:
     processes.require_equal(
         f"The number of batches of {name}, and their shapes,",
         (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
-        remedy="Give every process equally many batches of equally many examples, as "
-        "`kdpkit.batches.ArrayBatches` does.",
+        remedy=_EQUALLY_MANY,
     )
     checksum = functools.reduce(
         lambda checksum, leaf: zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum),
@@ -54,6 +60,37 @@ def check_across_processes(name: str, data: Any) -> None:
         check_batches(f"`{name}`", data.num_batches, data[0])
     elif isinstance(data, np.ndarray | jax.Array):
         check_batches(f"`{name}`", len(data), data[:8])
+
+
+def comparing_lengths(get_iterator: Callable) -> Callable:
+    """Have Keras compare the lengths of the data, or each batch where a length is not known."""
+
+    def get(epoch: Any) -> Any:
+        batches = get_iterator(epoch)
+        if processes.count() == 1 or keras.distribution.distribution() is None:
+            return batches
+        length = epoch.data_adapter.num_batches
+        processes.require_equal(
+            "The number of batches", [-1 if length is None else length], remedy=_EQUALLY_MANY
+        )
+        return batches if length is not None else _compared(iter(batches))
+
+    return get
+
+
+def _compared(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches, and raise in all processes if they have ended in one of them only."""
+    for number in itertools.count():
+        batch = next(batches, None)
+        shapes = zlib.crc32(repr(shapes_of(batch)).encode())
+        processes.require_equal(
+            "The number of batches, and their shapes,",
+            [number + (batch is not None), shapes],
+            remedy=_EQUALLY_MANY,
+        )
+        if batch is None:
+            return
+        yield batch
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
