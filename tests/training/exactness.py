@@ -70,13 +70,14 @@ def stock(model):
     return model
 
 
-TRAINED_BY = {"stock Keras": stock, "replica_exact": replica_exact}
+OWN_STEP = "replica_exact, own step"
+TRAINED_BY = {"stock Keras": stock, "replica_exact": replica_exact, OWN_STEP: trained_by_own_step}
 COLUMNS = {
     f"{name}{where}": train for where in ("", " on JAX") for name, train in TRAINED_BY.items()
 }
+OWN_STEP_ON_JAX = f"{OWN_STEP} on JAX"
 SHARED = "replica_exact, two devices share a model, on JAX"
 COLUMNS[SHARED] = replica_exact
-OWN_STEP = "own step"  # on TensorFlow; the tables do not have it
 ON_JAX = keras.backend.backend() == "jax"
 
 
@@ -107,13 +108,7 @@ def measure(setting, column, replicas, rows=EVEN):
         return Outcome(promise)
     one = _on_one_device(setting, rows)
     try:
-        many = _trained(
-            setting,
-            (COLUMNS | {OWN_STEP: trained_by_own_step})[column],
-            replicas,
-            rows,
-            share=column == SHARED,
-        )
+        many = _trained(setting, COLUMNS[column], replicas, rows, share=column == SHARED)
     except Exception as error:  # whatever it is, it is the cell's content
         message = str(error).strip()
         stopped = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
@@ -539,7 +534,11 @@ _add(
 
 # Steps and inputs.
 
-_add("steps_per_execution=2", _model(steps_per_execution=2), promises={OWN_STEP: "-"})
+_add(
+    "steps_per_execution=2",
+    _model(steps_per_execution=2),
+    promises=dict.fromkeys((OWN_STEP, OWN_STEP_ON_JAX), "-"),  # a loop of `fit` only
+)
 _add("run_eagerly=True", _model(run_eagerly=True))
 _add("jit_compile=True", _model(jit_compile=True))
 
@@ -598,9 +597,5 @@ def _fit_and_evaluate(model, data):
     return [*logs, {"predictions": model.predict(X[:9], batch_size=4, verbose=0)}]
 
 
-_add(
-    "train_on_batch, test_on_batch, predict_on_batch",
-    train=_on_batches,
-    promises={OWN_STEP: "-"},
-)
+_add("train_on_batch, test_on_batch, predict_on_batch", train=_on_batches)
 _add("validation, evaluate and predict, uneven", train=_fit_and_evaluate)

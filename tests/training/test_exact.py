@@ -26,11 +26,13 @@ NO_EXAMPLES = "last batch of one example: replicas without examples"
 ACCUMULATION = "gradient_accumulation_steps with a schedule and clipping"
 WEIGHTED = "reduction='mean_with_sample_weight'"
 MASKED = "Embedding(mask_zero=True) and LSTM, a loss for every token"
+ON_BATCHES = "train_on_batch, test_on_batch, predict_on_batch"
 QUICK = [
     NO_EXAMPLES,
     "synchronized BatchNormalization, replicas without examples",
     ACCUMULATION,
 ]
+BY_OWN_STEP = [*QUICK, "reduction='sum'", ON_BATCHES, "run_eagerly=True"]
 OTHERS = [name for name, s in SETTINGS.items() if not s.repeats and name not in QUICK]
 # What the backends do differently; `python -m tools.exactness` measures all.
 ON_JAX_BY_COLUMN = {
@@ -42,6 +44,7 @@ ON_JAX_BY_COLUMN = {
         "BatchNormalization, replicas without examples",
         "steps_per_execution=2",
     ],
+    exactness.OWN_STEP_ON_JAX: [NO_EXAMPLES, ACCUMULATION, ON_BATCHES, "use_ema"],
     exactness.SHARED: [NO_EXAMPLES, "sparse features", MASKED, ACCUMULATION],
 }
 X, Y = testing.toy_classification(9)
@@ -70,7 +73,7 @@ def cells():
     return [
         *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
-        *exactness.cells([*QUICK, "reduction='sum'"], [exactness.OWN_STEP], slow),
+        *exactness.cells(BY_OWN_STEP, [exactness.OWN_STEP], slow),
     ]
 
 
