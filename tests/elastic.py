@@ -36,7 +36,7 @@ from tests.callbacks.resume_programs import (
     pipeline,
 )
 
-LAST = "last"
+LAST, SIGKILL_ALL = "last", "SIGKILL to all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Leg:
 
     Args:
         replicas: Those of all processes.
-        end: "SIGTERM", "request", "error", "SIGKILL", or `LAST`.
-        at: The step of this leg at which it ends, or the seconds after its first step.
+        end: "SIGTERM", "request", "error", "SIGKILL", `SIGKILL_ALL`, or `LAST`.
+        at: The step of this leg at which it ends, or after "SIGKILL" the seconds after its first.
         processes: Those that are launched and train together, of which the end happens to the last
-            one; 0 is this process.
+            one, or to all; 0 is this process.
         shard: As in `sharding.DataParallel`, on JAX.
         model: How many devices of each replica share the model, on JAX.
         save_freq: As in `Resume`.
@@ -103,7 +103,7 @@ def distributing(strategy):
 
 
 def trained(program, leg=None, *callbacks, resume=None):
-    """Train as a program does, with a "plateau" or a "schedule"; return its result."""
+    """Train with a "plateau", a "schedule" or an "own step"; return the result."""
     here = {"process_count": processes.count(), "process_index": processes.index()}
     strategy, rate = strategy_of(leg), 0.1
     if program == "schedule":
@@ -112,8 +112,13 @@ def trained(program, leg=None, *callbacks, resume=None):
         keras.utils.set_random_seed(0)
         layers = keras.layers
         model = build(layers.Dense(8), layers.BatchNormalization(), layers.GaussianNoise(0.1))
-        model = replica_exact(model) if leg else model
         model.compile(keras.optimizers.SGD(rate, momentum=0.9), LOSS, metrics=["accuracy"])
+        if leg and program == "own step":
+            from tests.training.step_column import trained_by_own_step
+
+            model = trained_by_own_step(model)
+        elif leg:
+            model = replica_exact(model)
     before = weights_of(model)
     train = batches(**here) if ON_JAX else pipeline()
     validation = batches(seed=None, **here) if ON_JAX else held_out()
@@ -158,6 +163,8 @@ class Ending(keras.callbacks.Callback):
                 threading.Timer(self.leg.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif self.steps == self.leg.at:
                 self.end()
+        elif self.leg.end == SIGKILL_ALL and self.steps == self.leg.at:
+            self.end()
         self.steps += 1
 
     def end(self):
@@ -167,6 +174,8 @@ class Ending(keras.callbacks.Callback):
             self.resume.request_stop()
         elif self.leg.end == "error":
             raise CrashError
+        elif self.leg.end == SIGKILL_ALL:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lived(program, leg, directory, *, seconds_a_step=0.0):
@@ -195,7 +204,7 @@ def lived_by_children(program, leg, directory):
     code = launch.launch(command, workers=leg.processes)
     # Once in a while TensorFlow crashes while processes come together.
     crashed = not ON_JAX and leg.processes > 1
-    ended = 128 + signal.SIGKILL if leg.end == "SIGKILL" else errors.STOPPED
+    ended = 128 + signal.SIGKILL if leg.end in ("SIGKILL", SIGKILL_ALL) else errors.STOPPED
     assert code in (0, ended) or crashed, code
 
 
@@ -217,15 +226,21 @@ def main():
     lived(settings["program"], leg, directory, seconds_a_step=0.05)
 
 
+def lived_all(program, legs, directory):
+    """Live through all legs; return the result of the last one, which is of this process."""
+    for leg in legs:
+        live = lived_by_children if leg.processes else lived_here
+        found = live(program, leg, directory)
+    return found
+
+
 def assert_ends_as_undisturbed(program, legs, directory):
-    """Live through all legs; compare with one device that nothing stops.
+    """Live through all legs; compare with one device that nothing stops; return the result.
 
     Weights are compared by the largest change in training.
     """
     expected = trained(program, None, *callbacks_of(program))
-    for leg in legs:
-        live = lived_by_children if leg.processes else lived_here
-        found = live(program, leg, directory)
+    found = lived_all(program, legs, directory)
     assert found["iterations"] == expected["iterations"] == STEPS * EPOCHS
     pairs = [*zip(expected["before"], expected["weights"], strict=True)]
     change = max(np.abs(np.subtract(*pair)).max() for pair in pairs if np.ndim(pair[0]) > 1)
@@ -236,6 +251,7 @@ def assert_ends_as_undisturbed(program, legs, directory):
         np.testing.assert_allclose(
             found["history"][name], values, rtol=1e-5, atol=1e-5, err_msg=name
         )
+    return found
 
 
 if __name__ == "__main__":

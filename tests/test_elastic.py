@@ -3,10 +3,13 @@
 tests/test_environments.py runs this on JAX.
 """
 
+import dataclasses
+
 import pytest
 
+from kdpkit.checkpoints import CheckpointDirectory, Position
 from tests import elastic
-from tests.elastic import ON_JAX, Leg
+from tests.elastic import ON_JAX, SIGKILL_ALL, Leg
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -20,6 +23,7 @@ SCHEDULES = {
         *(Leg(1, "request", 1, save_freq="epoch"), Leg(1, "SIGTERM", 3)),
         *(Leg(2, "error", 4, **CUT), Leg(2)),
     ],
+    "own step": [Leg(2, "SIGTERM", 3, **CUT), Leg(3, "error", 4, save_freq=1), Leg(1)],
 }
 
 
@@ -36,7 +40,10 @@ def _small_variables_are_cut(monkeypatch):
         for name in SCHEDULES
     ],
 )
-def test_a_run_goes_on_with_other_replicas(program, tmp_path):
+def test_a_run_goes_on_with_other_replicas(program, tmp_path, request):
+    if program == "own step" and not ON_JAX:
+        reason = "a metric loses the other replicas' part of what it holds before its first step"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
     elastic.assert_ends_as_undisturbed(program, SCHEDULES[program], tmp_path)
 
 
@@ -63,3 +70,16 @@ def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_p
         Leg(1),
     ]
     elastic.assert_ends_as_undisturbed("plateau", legs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mark")
+def test_own_steps_of_two_processes_that_are_killed_are_resumed_bit_for_bit(tmp_path):
+    together, ended = Leg(4, processes=2, save_freq=1, **CUT), Leg(4)
+    legs, killed = [together, ended], dataclasses.replace(together, end=SIGKILL_ALL, at=4)
+    found = elastic.assert_ends_as_undisturbed("own step", legs, tmp_path / "undisturbed")
+    elastic.lived_all("own step", [killed, killed], tmp_path / "killed")
+    position = CheckpointDirectory(tmp_path / "killed").latest().position
+    assert position >= Position(1, 0)  # which is more than one life
+    resumed = elastic.lived_all("own step", legs, tmp_path / "killed")
+    assert resumed["weights"] == found["weights"]
