@@ -40,10 +40,7 @@ def _small_variables_are_cut(monkeypatch):
         for name in SCHEDULES
     ],
 )
-def test_a_run_goes_on_with_other_replicas(program, tmp_path, request):
-    if program == "own step" and not ON_JAX:
-        reason = "a metric loses the other replicas' part of what it holds before its first step"
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
+def test_a_run_goes_on_with_other_replicas(program, tmp_path):
     elastic.assert_ends_as_undisturbed(program, SCHEDULES[program], tmp_path)
 
 

@@ -184,6 +184,15 @@ def test_other_steps_go_on_from_the_state_of_an_optimizer():
     assert_equal(*trained)
 
 
+def test_what_a_metric_holds_before_a_step_is_kept():
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        metric = keras.metrics.Mean()
+    metric.total.assign(10.0)
+    metric.count.assign(4.0)
+    replica_exact(lambda x: metric.update_state(x))(tf.constant([1.0, 1.0]))
+    assert [float(v.value.read_value()) for v in metric.variables] == [12.0, 6.0]
+
+
 def test_a_step_of_no_strategy_runs_on_one_device():
     """A program of one device is as before, and one that forgot the scope of the kit's raises."""
     trainer = Trainer()

@@ -63,8 +63,19 @@ def count_once(variable: Any) -> None:
     """
     if isinstance(variable, keras.Variable):
         variable = variable.value
-    if isinstance(variable, SyncOnReadVariable):
-        variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    once = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if not isinstance(variable, SyncOnReadVariable) or variable._aggregation is once:
+        return
+    if variable._aggregation is tf.VariableAggregation.SUM:
+        # What it holds was divided among its copies, of which other processes have as many.
+        num_replicas = variable.distribute_strategy.extended._num_replicas_in_sync
+        with tf.init_scope():
+            first, *others = variable.values
+            share = tf.add_n([copy.read_value() for copy in variable.values])
+            first.assign(share * tf.cast(num_replicas // len(variable.values), share.dtype))
+            for copy in others:
+                copy.assign(tf.zeros_like(share))
+    variable._aggregation = once
 
 
 def creator(create: Callable, **settings: Any) -> Any:
