@@ -148,39 +148,8 @@ def test_several_lost_examples_are_named_in_words():
         laws.every_example_once(iter([2, 2]), examples=3)
 
 
-class MeanOfMeans(keras.metrics.Metric):
-    """Averages what batches have, however many examples they have."""
-
-    def __init__(self, weighs):
-        super().__init__(name="difference")
-        self.weighs = weighs
-        self.total = self.add_weight(initializer="zeros", name="total")
-        self.count = self.add_weight(initializer="zeros", name="count")
-
-    def update_state(self, y, predictions, sample_weight=None):  # noqa: ARG002  # Keras' signature
-        size = len(y) if self.weighs else 1
-        self.total.assign_add(size * ops.mean(ops.abs(y - predictions)))
-        self.count.assign_add(size)
-
-    def result(self):
-        return self.total / self.count
-
-
 def mean_of_batch(y, predictions):
     return ops.mean(ops.square(y - predictions))
-
-
-def mean_of_each(y, predictions):
-    return ops.mean(ops.square(y - predictions), axis=-1)
-
-
-def test_losses_and_metrics_that_look_at_the_batch_are_found():
-    parts = np.array([[0.0], [1.0], [3.0]]), np.array([[0.0], [2.0], [6.0]])
-    for right in (mean_of_each, MeanOfMeans(weighs=True)):
-        laws.per_example(right, *parts)
-    for wrong in (mean_of_batch, MeanOfMeans(weighs=False)):
-        with pytest.raises(AssertionError):
-            laws.per_example(wrong, *parts)
 
 
 @pytest.mark.slow

@@ -108,4 +108,3 @@ def test_a_model_trains_alike(batch: tuple[np.ndarray, ...]) -> None:
         return training.replica_exact(build(schedules.warmup_cosine(0.1, total_steps=9)))
 
     laws.same_training_for_any_replicas(make, batch, replicas=2)
-    laws.per_example(keras.layers.Dense(2), batch[0])

@@ -47,13 +47,11 @@ if TYPE_CHECKING:
 Read: TypeAlias = Any  # a dataset or another iterable of batches, or a list of them
 Nest: TypeAlias = Any  # arrays in tuples, lists and dictionaries
 
-_TOLERANCE = 1e-5  # of the largest number: float32 rounds about here
 
 __all__ = [
     "equal_steps",
     "every_example_once",
     "held_out_does_not_leak",
-    "per_example",
     "reproducible",
     "resumed_run_continues",
     "same_examples_for_any_replicas",
@@ -294,72 +292,6 @@ def same_training_for_any_replicas(
         raise AssertionError(str(report)) from report.error
 
 
-def per_example(
-    part: "keras.Layer | keras.Loss | keras.Metric | Callable[..., Any]",
-    *inputs: Any,
-    training: bool = True,
-) -> None:
-    """Fail unless a layer, a loss or a metric computes each example by itself.
-
-    Statistics of `BatchNormalization`, which are the global batch's on replicas, are no breach.
-
-    A layer of your own that does is divided over replicas by `kdpkit.training.replica_exact`, which
-    tries it in the same way: on made-up examples of the shapes of `inputs`, with gradients. One of
-    them is replaced by NaN, by huge numbers, by another one, or examples are left out or come in
-    another order, and the others' outputs and gradients must stay what they were. What does more
-    than compute fails too: it assigns, adds a loss, counts its calls, or draws from NumPy, say. Of
-    a loss, its values before they are averaged are tried. A metric is given `inputs` together and
-    one by one, and must count the same. What is tried is left as it was.
-
-    Args:
-        part: A layer, or a model that is used as one, which is built if it is not yet; a loss; a
-            metric; or a function of tensors, as a loss may be.
-        inputs: What it is called on: arrays with the examples along axis 0, or nests of them.
-        training: Whether a layer is called as in training.
-
-    Raises:
-        AssertionError: It does not; the message names what breaks the law.
-        ValueError: Keras' backend is not TensorFlow.
-
-    >>> import keras
-    >>> per_example(keras.layers.LayerNormalization(), np.ones((2, 3)))
-    >>> per_example(keras.layers.Softmax(axis=0), np.ones((2, 3)))
-    Traceback (most recent call last):
-    AssertionError: The layer `softmax` changes the outputs of examples when one is NaN...
-    """
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        checks.fail(
-            "`per_example` tries layers of TensorFlow; on JAX `replica_exact` divides none.",
-            backend=keras.backend.backend(),
-        )
-    if not inputs:
-        checks.fail("Pass the inputs that it is called on, with shapes of two examples or more.")
-    if isinstance(part, keras.Metric):
-        _check_counts(part, inputs)
-        return
-    from kdpkit.training.tensorflow._layer_trial import Calling, Verdict, try_layer
-    from kdpkit.training.tensorflow._patches import installed
-
-    kinds = {keras.Layer: "layer", keras.Loss: "loss", object: "function"}
-    kind = next(word for base, word in kinds.items() if isinstance(part, base))
-    function: Any = getattr(part, "call", part) if kind == "loss" else part
-
-    layer: Any = part if kind == "layer" else Calling(function)
-    tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
-    if not layer.built:
-        layer(*tensors)
-    with installed():
-        verdict, reason = try_layer(layer, tensors, {"training": training})
-    if verdict is not Verdict.KEPT:
-        name = getattr(part, "name", getattr(part, "__name__", ""))
-        raise AssertionError(
-            f"The {kind} `{name}` {reason}, so replicas that divide it over their examples "
-            "would not compute what one device does."
-        )
-
-
 def _same(expected: list[Any], read: list[Any], what: str, **runs: list[Shard]) -> None:
     """Compare two lists, and name the first entry that differs."""
     pairs = itertools.zip_longest(expected, read, fillvalue="nothing")
@@ -395,27 +327,3 @@ def _in_words(noun: str, items: Sequence[Any]) -> str:
     texts += [counted(len(items) - 5, "other")] if items[5:] else []
     names = ", ".join(texts[:-1]) + " and " * bool(texts[1:]) + texts[-1]
     return f"{noun}s {names} are" if texts[1:] else f"{noun} {names} is"
-
-
-def _check_counts(metric: "keras.Metric", inputs: Sequence[Any]) -> None:
-    """Compare what a metric counts of all examples with what it counts of one after the other."""
-    before = [variable.numpy() for variable in metric.variables]
-    size = len(examples_of(inputs[0]))
-    orders = [[slice(0, size)], [slice(index, index + 1) for index in reversed(range(size))]]
-    counts = []
-    for parts in orders:
-        metric.reset_state()
-        for part in parts:
-            metric.update_state(*taken(tuple(inputs), part))
-        counts.append([variable.numpy() for variable in metric.variables])
-    metric.reset_state()
-    for variable, value in zip(metric.variables, before, strict=False):  # updates may build some
-        variable.assign(value)
-    for variable, together, single in zip(metric.variables, *counts, strict=True):
-        most = max(np.max(np.abs(together), initial=0.0), 1e-7)
-        if not np.allclose(single, together, rtol=0, atol=_TOLERANCE * most):
-            raise AssertionError(
-                f"The metric `{metric.name}` counts something else of {counted(size, 'example')} "
-                f"one by one: `{variable.name}` is {text(single.tolist())} and not "
-                f"{text(together.tolist())}."
-            )

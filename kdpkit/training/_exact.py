@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import keras
@@ -16,9 +16,6 @@ Trained = TypeVar("Trained", bound=Callable[..., Any])  # a model, or a function
 def replica_exact(
     model_or_function: Trained,
     *,
-    batch_norm: str = ...,
-    divided: Sequence[keras.layers.Layer] = ...,
-    undivided: Sequence[keras.layers.Layer] = ...,
     strategy: Any = ...,
 ) -> Trained: ...
 
@@ -26,9 +23,6 @@ def replica_exact(
 @overload
 def replica_exact(
     *,
-    batch_norm: str = ...,
-    divided: Sequence[keras.layers.Layer] = ...,
-    undivided: Sequence[keras.layers.Layer] = ...,
     strategy: Any = ...,
 ) -> Callable[[Trained], Trained]: ...
 
@@ -36,9 +30,6 @@ def replica_exact(
 def replica_exact(
     model_or_function: Any = None,
     *,
-    batch_norm: str = "global",
-    divided: Sequence[keras.layers.Layer] = (),
-    undivided: Sequence[keras.layers.Layer] = (),
     strategy: Any = None,
 ) -> Any:
     """Make `fit`, or a step of your own, do on several devices what it does on one device.
@@ -62,25 +53,19 @@ def replica_exact(
     several arguments, is state: it is put on all devices, or stays as it is sharded there. With
     several processes batches are NumPy arrays, of the examples that each process has.
 
-    On TensorFlow the devices divide only calls of layers: of Keras' and KerasHub's layers, and of
-    your own if a trial shows that they compute each example by itself. The first device computes
-    everything else, and with `run_eagerly=True` everything.
+    On TensorFlow a step is traced once, and its operations on examples are divided, whatever layer,
+    loss or step they belong to: docs/explanation/one_graph.md. With `run_eagerly=True` the first
+    device computes everything.
 
     Under `ParameterServerStrategy` workers train on a batch each, asynchronously:
     docs/how_to/parameter_servers.md.
 
-    Which layers are divided, random numbers, XLA, limits: docs/explanation/what_stays_exact.md.
+    Random numbers, XLA, limits: docs/explanation/what_stays_exact.md.
     Several processes: docs/how_to/several_processes.md.
 
     Args:
         model_or_function: A Keras model: Sequential, functional, subclassed, or a KerasHub task. Or
             a function, also a method or a `tf.function`. Left out, the result is a decorator.
-        batch_norm: `"global"` normalizes with the statistics of the complete batch, as one device
-            does. `"replica"` normalizes with those of each device's examples, as stock Keras does
-            on several devices, and warns once.
-        divided: Layers to divide although a trial cannot show that they compute each example by
-            itself.
-        undivided: Layers that the first device is to compute for all examples.
         strategy: The strategy of a function that is decorated outside its scope. On JAX a
             distribution, or a `jax.sharding.Mesh`.
 
@@ -101,13 +86,8 @@ def replica_exact(
     ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     >>> history = model.fit(x, y, batch_size=5, verbose=0)  # shards of 2, 2, 1 and 0 examples
     """
-    settings: dict[str, Any] = {
-        "batch_norm": checks.one_of("batch_norm", batch_norm, ("global", "replica")),
-        "divided": _layers("divided", divided),
-        "undivided": _layers("undivided", undivided),
-    }
     if model_or_function is None:
-        return functools.partial(replica_exact, **settings, strategy=strategy)
+        return functools.partial(replica_exact, strategy=strategy)
     backend = checks.backend("`replica_exact`", "tensorflow", "jax")
     part = f"kdpkit.training.{backend}."
     if isinstance(model_or_function, keras.Model):
@@ -115,7 +95,7 @@ def replica_exact(
             checks.fail(
                 "The strategy of a model is the one in whose scope it is made.", strategy=strategy
             )
-        importlib.import_module(f"{part}_fit").attach(model_or_function, **settings)
+        importlib.import_module(f"{part}_fit").attach(model_or_function)
         return model_or_function
     if not callable(model_or_function) or isinstance(model_or_function, type | keras.layers.Layer):
         checks.fail(
@@ -123,11 +103,4 @@ def replica_exact(
             model_or_function=model_or_function,
         )
     exact_step = importlib.import_module(f"{part}_own_steps").exact_step
-    return exact_step(model_or_function, **settings, strategy=strategy)
-
-
-def _layers(name: str, layers: Sequence[keras.layers.Layer]) -> list[Any]:
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            checks.fail(f"`{name}` must be a list of layers.", **{name: layer})
-    return [*layers]
+    return exact_step(model_or_function, strategy=strategy)

@@ -11,7 +11,6 @@ import tensorflow as tf
 from kdpkit import strategies
 from kdpkit._internal import checks, optimizers
 from kdpkit._internal.datasets import untuned, with_private_batches
-from kdpkit.training.tensorflow._layer_trial import rounding_unit
 
 _TOLERANCE = 1e-5  # relative to the largest change of any weight: the rounding of float32
 _COMPARED_BATCHES = 4
@@ -258,11 +257,18 @@ def _check_runs(one: _Run, many: _Run) -> None:
 
 def _nudge(model: keras.Model) -> None:
     """Change every weight by about the rounding error of the type that the model computes in."""
-    unit, random = rounding_unit(model), np.random.default_rng(0)
+    unit, random = _rounding_unit(model), np.random.default_rng(0)
     for weight in model.trainable_weights:
         value = np.asarray(weight.numpy())
         size = unit * (_largest(value) or 1.0)
         weight.assign((value + size * random.standard_normal(value.shape)).astype(value.dtype))
+
+
+def _rounding_unit(model: keras.Model) -> float:
+    """Return the unit in the last place, at 1, of the coarsest type that a model computes in."""
+    layers = [part for part in model._flatten_layers() if isinstance(part, keras.layers.Layer)]
+    units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
+    return max(units.get(tf.as_dtype(layer.compute_dtype), 2.0**-23) for layer in layers)
 
 
 def _record_gradients(model: keras.Model) -> None:

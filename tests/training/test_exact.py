@@ -180,27 +180,6 @@ def with_batch_norm(*, synchronized=False):
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
-    model = compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"])
-    model = replica_exact(model, batch_norm="replica")
-    with pytest.warns(
-        UserWarning, match=r"^[^\n]*\(norm\)[^\n]*batch_norm=\"global[^\n]*$"
-    ) as seen:
-        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)  # the last batch leaves three without
-    assert len(seen) == 1
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-    means = model.get_layer("norm").moving_mean.value
-    for mean in means._values:
-        np.testing.assert_allclose(mean, means._values[0], rtol=1e-6)
-    model.save(tmp_path / "model.keras")
-    alone = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        model.evaluate(X, Y, verbose=0), alone.evaluate(X, Y, verbose=0), rtol=1e-5
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
 def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
     def further(strategy):
         with strategy.scope():
@@ -233,7 +212,8 @@ class Lookahead(keras.optimizers.SGD):
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-def test_parts_of_other_lengths_are_the_same_on_replicas():
+@pytest.mark.parametrize("are_known", [True, False], ids=["known lengths", "unknown lengths"])
+def test_parts_of_other_lengths_are_the_same_on_replicas(are_known):
     def towers():
         one, other = keras.Input((4,)), keras.Input((4,))
         dense = keras.layers.Dense
@@ -241,7 +221,10 @@ def test_parts_of_other_lengths_are_the_same_on_replicas():
 
     parts = (X[:3], X), (Y[:3], Y)
     spec = tf.nest.map_structure(
-        lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), parts
+        lambda array: tf.TensorSpec(
+            [len(array) if are_known else None, *array.shape[1:]], array.dtype
+        ),
+        parts,
     )
     data = tf.data.Dataset.from_generator(lambda: iter([parts]), output_signature=spec)
     data = data.apply(tf.data.experimental.assert_cardinality(1))

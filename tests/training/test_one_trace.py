@@ -1,6 +1,7 @@
 """A step is traced once on the global batch, and every device computes its part of it."""
 
 import collections
+import contextlib
 
 import keras
 import numpy as np
@@ -17,9 +18,9 @@ from tests.training.programs.steps import Penalized, TwoLayers, X, Y
 pytestmark = pytest.mark.tensorflow
 
 
-def exact_on(replicas, make, **settings):
+def exact_on(replicas, make):
     with strategies.select_strategy("mirrored", devices=replicas).scope():
-        return replica_exact(compile_model(make(), jit_compile=False), **settings)
+        return replica_exact(compile_model(make(), jit_compile=False))
 
 
 def batches():
@@ -90,13 +91,10 @@ def test_every_device_computes_its_part_of_both_passes(make):
     assert max(products.values()) <= 1.1 * min(products.values()), products
 
 
-def test_a_layer_of_keras_on_tensors_of_other_lengths_is_one_sentence():
+def test_tensors_of_a_batch_with_other_lengths_are_one_sentence():
     class Adding(TwoLayers):
-        def prepare(self):
-            self.add = layers.Add()
-
         def step_loss(self, x, y):
-            return tf.reduce_mean(self.add([x, y]) ** 2) + tf.reduce_mean(self(x) ** 2)
+            return tf.reduce_mean((x + y) ** 2) + tf.reduce_mean(self(x) ** 2)
 
     spec = tf.TensorSpec([None, 6])
     batches = [(X[:4], X[4:8]), (X[:4], X[:1])]
@@ -105,12 +103,9 @@ def test_a_layer_of_keras_on_tensors_of_other_lengths_is_one_sentence():
     model = exact_on(2, Adding)
     model.fit(data.take(1), verbose=0)
     before = model.get_weights()
-    with pytest.raises(ValueError, match=r"different numbers of examples.*undivided=\[layer\]"):
+    with pytest.raises(ValueError, match="different numbers of examples.*drop_remainder"):
         model.fit(data.skip(1), verbose=0)
     np.testing.assert_equal(before, model.get_weights())
-    with strategies.select_strategy("mirrored", devices=2).scope():
-        model = compile_model(Adding())
-        replica_exact(model, undivided=[model.add]).fit(data, verbose=0)
 
 
 def test_a_step_may_predict_ragged_tensors():
@@ -138,3 +133,47 @@ def test_one_example_is_evaluated_and_predicted_where_others_have_none():
     one, many = ([m.predict(x, verbose=0), m.evaluate(x, y, verbose=0)] for m in models)
     np.testing.assert_allclose(many[0], one[0], rtol=1e-5, atol=1e-6)
     assert many[1] == pytest.approx(one[1], rel=1e-5)
+
+
+class Numbers(keras.Model):
+    """Needs numbers, as its loss and its metric do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.sums = layers.Dense(3), []
+
+    def call(self, x):
+        predictions = self.dense(x)
+        self.sums.append(float(predictions.numpy().sum()))
+        return predictions
+
+
+def loss_by_condition(y, predictions):
+    factor = 2.0 if np.mean(predictions.numpy()) > 0 else 1.0
+    return factor * ops.mean((predictions - y) ** 2)
+
+
+def median(_, predictions):
+    return float(np.median(predictions.numpy()))
+
+
+def test_code_that_needs_numbers_runs_eagerly_as_on_one_device():
+    runs = []
+    for replicas in (None, 3):
+        keras.utils.set_random_seed(0)
+        strategy = replicas and strategies.select_strategy("mirrored", devices=replicas)
+        with strategy.scope() if replicas else contextlib.nullcontext():
+            model = replica_exact(Numbers()) if replicas else Numbers()
+            model.compile("adam", loss_by_condition, metrics=[median], run_eagerly=True)
+        history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+        runs.append([history["loss"], history["median"], model.sums, *model.get_weights()])
+    for one, many in zip(*runs, strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
+
+
+def test_one_replica_computes_on_its_device():
+    with strategies.select_strategy("mirrored", devices=["CPU:1"]).scope():
+        step = replica_exact(lambda x: devices.append(tf.matmul(x, x).device))
+    devices = []
+    step(tf.ones((2, 2)))
+    assert devices[0].endswith("CPU:1")

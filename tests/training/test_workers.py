@@ -18,7 +18,7 @@ pytestmark = pytest.mark.tensorflow
 @settings(max_examples=60)
 @given(num_examples=st.integers(0, 40), parts=st.integers(1, 9))
 def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
-    found = split(tf.constant(num_examples), parts, range(parts), object())
+    found = split(tf.constant(num_examples), parts, range(parts))
     assert tuple(map(int, found.unborrowed)) == tuple(scaling.split_batch(num_examples, parts))
     numbers = [
         range(int(start), int(start) + int(count))
@@ -35,10 +35,10 @@ def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
 @given(num_examples=st.integers(1, 40), processes=st.integers(1, 4), local=st.integers(1, 3))
 def test_the_parts_of_processes_are_those_of_one(num_examples, processes, local):
     count, total = processes * local, tf.constant(num_examples)
-    one = split(total, count, range(count), object())
+    one = split(total, count, range(count))
     for process in range(processes):
         indices = range(process * local, (process + 1) * local)
-        found = split(total, count, indices, object())
+        found = split(total, count, indices)
         for name in ("starts", "counts", "unborrowed"):
             assert [*map(int, getattr(found, name))] == [
                 int(getattr(one, name)[i]) for i in indices
@@ -52,11 +52,12 @@ def checked(monkeypatch, *fingerprints):
         for fingerprint in fingerprints
     ]
 
-    def total(mesh, tensor, channel):  # noqa: ARG001  # as of all processes
+    def summed(mesh, tensor, number, turn):  # noqa: ARG001  # as of all processes
         sums = [tf.reduce_sum(tf.cast(row, tf.int64), axis=0) for row in rows]
         return tf.add_n([tf.stack([s[0], s[1], s[1] * s[1]]) for s in sums])
 
-    monkeypatch.setattr(_global_batches, "total", total)
+    monkeypatch.setattr(_global_batches, "summed", summed)
+    monkeypatch.setattr(_global_batches, "next_turn", lambda mesh, purpose: 0)  # noqa: ARG005
     mesh = types.SimpleNamespace(num_processes=len(rows))
     with _global_batches.explaining_differences():
         return _global_batches.checked_batch(

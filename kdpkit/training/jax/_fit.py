@@ -30,15 +30,8 @@ from kdpkit.training.jax._process_checks import (
 )
 
 
-def attach(
-    model: keras.Model,
-    *,
-    batch_norm: str,
-    divided: Sequence[Any],  # noqa: ARG001  # for TensorFlow: on JAX XLA divides everything
-    undivided: Sequence[Any],  # noqa: ARG001
-) -> None:
+def attach(model: keras.Model) -> None:
     """Replace a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
-    reject_local_statistics(batch_norm)
     if "kdpkit_steps" in vars(model.train_step):
         return
     distribution = keras.distribution.distribution()
@@ -62,15 +55,6 @@ def attach(
         # In this scope Keras places the data as the variables, also where none is set now.
         scoped = distribution.scope()(method) if distribution else method
         setattr(model, name, _keeping_weights(model, scoped, distribution))
-
-
-def reject_local_statistics(batch_norm: str) -> None:
-    if batch_norm != "global":
-        checks.fail(
-            "On JAX one program computes the statistics of the complete batch.",
-            batch_norm=batch_norm,
-            remedy='Use `batch_norm="global"`.',
-        )
 
 
 def _place(model: keras.Model, distribution: Any) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.sharding._batches import place_batch, replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
-from kdpkit.training.jax._fit import check_distribution, reject_local_statistics
+from kdpkit.training.jax._fit import check_distribution
 from kdpkit.training.jax._lowering import divide_sums
 from kdpkit.training.jax._process_checks import check_batches, require_same_mesh, shapes_of
 
@@ -22,16 +22,8 @@ from kdpkit.training.jax._process_checks import check_batches, require_same_mesh
 _SETTINGS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
-def exact_step(
-    function: Callable,
-    *,
-    strategy: Any,
-    batch_norm: str,
-    divided: Sequence[Any],  # noqa: ARG001  # for TensorFlow: on JAX XLA divides everything
-    undivided: Sequence[Any],  # noqa: ARG001
-) -> Callable:
+def exact_step(function: Callable, *, strategy: Any) -> Callable:
     """Return a function that is called as the given one, and that all devices compute."""
-    reject_local_statistics(batch_norm)
     step = _Step(function, strategy)
 
     @functools.wraps(function)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,35 +13,28 @@ import tensorflow as tf
 from kdpkit._internal import checks, held_variables, optimizers, processes
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
-    _batch_norm,
     _checks,
     _global_batches,
     _keras_internals,
-    _library_layers,
-    _losses_and_metrics,
+    _metrics,
     _optimizers,
     _patches,
     _placeholders,
     _servers,
     _tpu_steps,
 )
-from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._step import Mesh
 from kdpkit.training.tensorflow._tracing import run_once
 
 _KINDS = ("train", "test", "predict")
 
 
-def attach(
-    model: keras.Model, *, batch_norm: str, divided: Sequence[Any], undivided: Sequence[Any]
-) -> None:
+def attach(model: keras.Model) -> None:
     """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
-    steps = getattr(model._maybe_symbolic_build, "__self__", None)
-    policy = Policy(divided, undivided)
-    if isinstance(steps, _ExactSteps):
-        steps.batch_norm, steps.policy = batch_norm, policy
-    elif strategy is not None:
+    if isinstance(getattr(model._maybe_symbolic_build, "__self__", None), _ExactSteps):
+        return
+    if strategy is not None:
         for kind in _KINDS:
             name = f"make_{kind}_function"
             if getattr(type(model), name) is not getattr(keras.Model, name):
@@ -52,7 +45,7 @@ def attach(
                 )
         if _is_asynchronous(strategy) or isinstance(strategy, _tpu_steps.STRATEGIES):
             _checks.reject_states_of_examples(model)
-        _ExactSteps(model, strategy, policy, batch_norm=batch_norm).attach()
+        _ExactSteps(model, strategy).attach()
     else:
         for name in (f"make_{kind}_function" for kind in _KINDS):
             setattr(model, name, functools.partial(_on_one_device, model, getattr(model, name)))
@@ -77,6 +70,10 @@ def _strategy_of(model: keras.Model) -> Any:
     return strategy
 
 
+def _runs_eagerly(model: keras.Model) -> bool:
+    return model.run_eagerly or tf.config.functions_run_eagerly()
+
+
 def _is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
@@ -84,16 +81,8 @@ def _is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
 class _ExactSteps:
     """The methods that replace a model's, set on the instance only."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: tf.distribute.Strategy,
-        policy: Policy,
-        *,
-        batch_norm: str,
-    ) -> None:
-        self.model, self.strategy, self.policy = model, strategy, policy
-        self.mesh, self.batch_norm = Mesh(strategy), batch_norm
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+        self.model, self.strategy, self.mesh = model, strategy, Mesh(strategy)
         self.workers = _servers.Workers(model, strategy) if _is_asynchronous(strategy) else None
         self.is_on_tpu = isinstance(strategy, _tpu_steps.STRATEGIES)
         self.is_users_step: dict[str, bool] = {}
@@ -136,7 +125,8 @@ class _ExactSteps:
         self.adopt()
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
-            self.build_variables(_placeholders.placeholders(spec))
+            if not _runs_eagerly(self.model):  # Its code may need numbers, as on one device.
+                self.build_variables(_placeholders.placeholders(spec))
         self.adopt()
 
     def adopt(self) -> None:
@@ -152,9 +142,9 @@ class _ExactSteps:
         if tracker is not None and not _checks.is_in_scope(tracker.variables, self.strategy):
             with self.strategy.scope():  # As in `compile` it is none of the model's metrics.
                 object.__setattr__(model, "_loss_tracker", keras.metrics.Mean(name="loss"))
-        for metric in () if self.is_on_tpu else _library_layers.metrics_of(model):
+        for metric in () if self.is_on_tpu else _metrics.metrics_of(model):
             for variable in metric.variables:
-                _losses_and_metrics.count_once(variable)
+                _metrics.count_once(variable)
 
     def build_variables(self, data_batch: Any) -> None:
         """Build model, metrics and optimizer; a user's step may use its data differently."""
@@ -191,10 +181,9 @@ class _ExactSteps:
             step, is_users = self.steps_of_model[kind], self.is_users_step[kind]
             setattr(model, name, self.workers.function(kind, step, is_users=is_users))
             return
-        if kind == "train" and (self.batch_norm == _batch_norm.REPLICA or self.is_on_tpu):
-            _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
-        is_one = self.mesh.num_parts == 1 and not self.is_on_tpu
-        with _keras_internals.replaced(model, "_jit_compile", is_one and model.jit_compile):
+        if kind == "train" and self.is_on_tpu:
+            _tpu_steps.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
+        with _keras_internals.replaced(model, "_jit_compile", False):
             getattr(type(model), f"make_{kind}_function")(model, force=True)
         compiled = getattr(model, name)
 
@@ -214,7 +203,6 @@ class _ExactSteps:
     def update(self, kind: str) -> None:
         """Use what the model has now: callbacks may compile it, and set other parts."""
         self.replace_step(kind)
-        self.policy.forget()
         self.adopt()
 
     def run_step(self, kind: str, data: Any) -> Any:
@@ -226,12 +214,11 @@ class _ExactSteps:
         if self.is_on_tpu:
             return _tpu_steps.run_step(step, data)
         data = _global_batches.checked_batch(self.mesh, data)
-        function: Callable[[], Any] = functools.partial(step, data)
+        function = step
         if kind == "train" and not self.is_users_step[kind]:  # Keras' step updates once.
             optimizer = self.model.optimizer
             function = _keras_internals.with_one_learning_rate(optimizer, function)
-        mesh, policy, jit = self.mesh, self.policy, bool(self.model.jit_compile)
-        return run_once(mesh, policy, function, data, batch_norm=self.batch_norm, jit=jit)
+        return run_once(self.mesh, function, data, jit=bool(self.model.jit_compile))
 
     def exact(self, method: Callable) -> Callable:
         """Return `fit`, `evaluate` or `predict` on the global batches of a checked dataset.

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from kdpkit._internal import checks, processes
 from kdpkit._internal.datasets import joining, with_private_batches
-from kdpkit.training.tensorflow._collectives import Channel, total
+from kdpkit.training.tensorflow._keras_internals import next_turn
+from kdpkit.training.tensorflow.partition._exchanges import summed
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # With 1000 processes `checked_batch` computes at most 1000 * 1000 * 2**40: an int64 holds that.
@@ -33,14 +34,12 @@ _ENDED = (
     "the others."
 )
 _DIFFERENT = "All processes must read the same batches, but they have read different ones."
-OTHER_LENGTHS = (
-    "A layer or a loss is called on tensors with different numbers of examples, and each device "
-    "would get its part of each."
-)
+OTHER_LENGTHS = "The tensors of a batch have different numbers of examples."
 _REMEDIES = {
     _ENDED: _SAME,
     _DIFFERENT: _SAME,
-    OTHER_LENGTHS: "Pass the layer to `replica_exact(model, undivided=[layer])`.",
+    OTHER_LENGTHS: "Give those that have other numbers of examples a known length: batch them with "
+    "`drop_remainder=True`.",
 }
 _reported: set[str] = set()
 
@@ -105,16 +104,6 @@ def global_batches(
     return strategy.distribute_datasets_from_function(lambda _: batches)
 
 
-def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    """Return the examples from `start` to `stop` of a dense, ragged or sparse tensor."""
-    if not isinstance(tensor, tf.SparseTensor):
-        return tensor[start:stop]
-    rest = tf.cast(tf.shape(tensor)[1:], tf.int64)
-    first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
-    starts, sizes = tf.concat([[first], tf.zeros_like(rest)], 0), tf.concat([[size], rest], 0)
-    return tf.sparse.slice(tensor, starts, sizes)
-
-
 def examples_in_batch(batch: Any) -> Any:
     """Count the examples of a batch, as an int32: those of its first tensor."""
     tensor: Any = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
@@ -157,8 +146,9 @@ def checked_batch(mesh: Any, data: Any) -> Any:
         return data
     # The sum of the rows is `[1, hash]`, or `[0, 0]` if there is no row.
     num_rows, hash_here = tf.unstack(tf.reduce_sum(tf.cast(data.fingerprint, tf.int64), axis=0))
-    # What processes exchange in a step is numbered: 0 is this, and layers have higher numbers.
-    sums = total(mesh, tf.stack([num_rows, hash_here, hash_here * hash_here]), Channel(0))
+    # What processes exchange in a step is numbered: 0 is this.
+    numbers = tf.stack([num_rows, hash_here, hash_here * hash_here])
+    sums = summed(mesh, numbers, 0, next_turn(mesh, "batch"))
     num_batches, sum_of_hashes, sum_of_squares = tf.unstack(sums)
     all_have_a_batch = num_batches == mesh.num_processes
     # N numbers are equal exactly if N times the sum of their squares is the square of their sum.

@@ -5,46 +5,43 @@ Others import from here what is written `x as x`.
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state as global_state
-from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.layers.layer import CallSpec
-from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
-    BaseImagePreprocessingLayer as BaseImagePreprocessingLayer,
-)
 from keras.src.losses import loss as keras_losses
-from keras.src.models.functional import Functional as Functional
-from keras.src.random import seed_generator as seed_generator
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
+from tensorflow.core.framework import attr_value_pb2 as attr_value_pb2
+from tensorflow.core.framework import graph_pb2 as graph_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import distribute_lib, distribute_utils
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.distribute.values import SyncOnReadVariable as SyncOnReadVariable
-from tensorflow.python.eager import cancellation as cancellation
-from tensorflow.python.eager import context, execute, record
+from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.record import stop_recording as stop_recording
+from tensorflow.python.framework import function_def_to_graph as function_def_to_graph
+from tensorflow.python.framework import graph_to_function_def, kernels
+from tensorflow.python.framework import importer as importer
 from tensorflow.python.framework import op_def_registry as op_def_registry
-from tensorflow.python.ops import control_flow_util, gen_resource_variable_ops
+from tensorflow.python.framework import tensor_util as tensor_util
+from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
+from tensorflow.python.framework.ops import uid as uid
+from tensorflow.python.ops import collective_ops, control_flow_util, gen_resource_variable_ops
+from tensorflow.python.ops import handle_data_util as handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import optimizers, versions
-from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 
-KERAS_RANDOM: Any = keras_random
 KERAS_LOSSES: Any = keras_losses
 DEFAULT_STRATEGY: Any = distribute_lib._get_default_strategy()
 
 # What Keras stores for a thread about the layers that it is calling: the call's context (whether
-# they train), the type that variables are cast to, and the variables' values meanwhile.
-STATE_OF_LAYER_CALLS = ("current_call_ctx", "autocast_scope", "stateless_scope")
+# they train), and the type that variables are cast to.
+_STATE_OF_LAYER_CALLS = ("current_call_ctx", "autocast_scope")
 
 
 @contextlib.contextmanager
@@ -112,21 +109,24 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     return copies
 
 
-def repeat_operation(operation: Any, inputs: list[Any], device: str) -> Any:
-    """Compute an operation of a graph once more, on other inputs."""
-    graph = tf.compat.v1.get_default_graph()
-    with tf.device(device):
-        repeated = graph._create_op_internal(
-            operation.type,
-            inputs,
-            dtypes=[output.dtype for output in operation.outputs],
-            attrs=dict(operation.node_def.attr),
-        )
-    attributes = [(name, operation.get_attr(name)) for name in operation.node_def.attr]
-    execute.record_gradient(
-        operation.type, repeated.inputs, tuple(itertools.chain(*attributes)), repeated.outputs
-    )
-    return repeated.outputs[0]
+def add_function(definition: Any) -> None:
+    """Let functions call one that was not traced."""
+    context.context().add_function_def(definition)
+
+
+def function_of_operations(
+    graph: Any, operations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+    """Return the definition of a function that computes some operations of a graph."""
+    return graph_to_function_def.graph_to_function_def(graph, operations, inputs, outputs)
+
+
+@functools.cache
+def kernels_for_xla() -> frozenset[str]:
+    """Return the kinds of operations that XLA compiles."""
+    tf.function(tf.identity, jit_compile=True)(0.0)  # TensorFlow registers them when it needs them.
+    known = kernels.get_all_registered_kernels().kernel
+    return frozenset(kernel.op for kernel in known if kernel.device_type == "XLA_CPU_JIT")
 
 
 def is_recording() -> bool:
@@ -144,16 +144,8 @@ def get_logits(tensor: tf.Tensor) -> tf.Tensor | None:
     return getattr(tensor, "_keras_logits", None)
 
 
-def _set_logits(tensor: tf.Tensor, logits: tf.Tensor) -> None:
-    tensor._keras_logits = logits
-
-
-# Tensors that Keras attaches to a tensor: how each is read, and how it is set.
-ATTACHED_TENSORS = ((get_keras_mask, set_keras_mask), (get_logits, _set_logits))
-
-
 @contextlib.contextmanager
-def with_thread_state(**state: Any) -> Iterator[None]:
+def _with_thread_state(**state: Any) -> Iterator[None]:
     """Replace some of what Keras stores for this thread for a while."""
     thread = vars(global_state.GLOBAL_STATE_TRACKER)
     former = {name: thread.get(name) for name in state}
@@ -162,21 +154,6 @@ def with_thread_state(**state: Any) -> Iterator[None]:
         yield
     finally:
         thread.update(former)
-
-
-def is_differentiable(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-    """Build a layer for its arguments, as its call does."""
-
-    def placeholder(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, tf.Tensor)
-        return keras.KerasTensor(leaf.shape, leaf.dtype.name) if is_tensor else leaf
-
-    args, kwargs = tf.nest.map_structure(placeholder, (args, kwargs))
-    layer._maybe_build(CallSpec(layer._call_signature, layer._call_context_args, args, kwargs))
 
 
 def read_unwatched(variable: Any) -> Any:
@@ -188,17 +165,17 @@ _FIRST_KEY = 2048  # TensorFlow counts its own keys from 0.
 _SENT_TYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64, tf.complex128)
 
 
-def exchanged(mesh: Any, vector: Any, kind: str, number: int) -> Any:
+def exchanged(mesh: Any, vector: Any, kind: str, number: Any, turn: Any) -> Any:
     """Exchange a vector, which has the same length in all processes, under a number.
 
-    Returns their "sum", or with the kind "gather" all of them along a new first axis. The operation
-    has no side effects, so that TensorFlow leaves it out where nobody uses its result. TensorFlow
+    Returns their "sum", or with the kind "gather" all of them along a new first axis. TensorFlow
     remembers for each key how long a vector was: vectors are padded to one of few lengths, and each
-    length has a key of its own.
+    length has a key of its own. The turn is 0 or 1, alternately: a process may start the next
+    exchange of a number before another has left the last.
     """
     extended = mesh.strategy.extended
-    keys, options = extended._collective_keys, extended._communication_options
-    group = keys.get_group_key([mesh.home])
+    options = extended._communication_options
+    group = mesh.num_processes, extended._collective_keys.get_group_key([mesh.home])
     with tf.device("CPU:0"):
         length = tf.size(vector)
         bits = tf.reduce_sum(tf.cast(length >= [1 << bit for bit in range(31)], tf.int32))
@@ -208,37 +185,31 @@ def exchanged(mesh: Any, vector: Any, kind: str, number: int) -> Any:
         kind_number = (number * 2 + (kind == "sum")) * len(_SENT_TYPES)
         kind_number += _SENT_TYPES.index(vector.dtype)
         # There are at most 16 units, and the exponent is at most 27.
-        key = (_FIRST_KEY + kind_number) * 512 + exponent * 17 + num_units
-    with replaced(CollectiveReplicaLauncher, "_prefer_ordering_token", False):
-        launcher = CollectiveReplicaLauncher(group, mesh.num_processes, keys, mesh.home, options)
-
-        # Each exchange alternates between two keys, because a process may start the next one before
-        # another has left the last. The variable is shared by all functions and models.
-        turns = vars(extended).setdefault("_kdpkit_turns", {})
-        if kind_number not in turns:
-            with tf.init_scope(), tf.device("CPU:0"):
-                turns[kind_number] = ResourceVariable(0)
-        turn = turns[kind_number]
-
-        def exchange(vector: Any, key: Any) -> Any:
-            key_of_turn = 2 * key + turn.assign_add(1) % 2
-            launcher._next_instance_key = lambda: key_of_turn
-            if kind == "sum":
-                return launcher.all_reduce(vector)
-            return launcher._all_gather(vector, None)
-
-        function = tf.function(exchange, autograph=False).get_concrete_function(
-            tf.TensorSpec([None], vector.dtype), tf.TensorSpec([], tf.int32)
-        )
-    function.add_to_graph(tf.compat.v1.get_default_graph())
-    with stop_recording(), tf.device(mesh.home):
+        key = 2 * ((_FIRST_KEY + kind_number) * 512 + exponent * 17 + num_units) + turn
+    exchange = collective_ops.all_reduce_v2 if kind == "sum" else collective_ops.all_gather_v2
+    with tf.device(mesh.home):
         padded = tf.pad(vector, [[0, num_units * unit - length]])
-        (result,) = tf.raw_ops.PartitionedCall(
-            args=[padded, key, *function.captured_inputs], Tout=[vector.dtype], f=function
+        result = exchange(
+            padded,
+            *group,
+            key,
+            communication_hint=options.implementation.value,
+            timeout=options.timeout_seconds,
         )
         if kind == "sum":
             return result[:length]
         return tf.reshape(result, [mesh.num_processes, -1])[:, :length]
+
+
+def next_turn(mesh: Any, purpose: str) -> Any:
+    """Return 0 or 1, alternately in the runs of what processes do for a purpose."""
+    # The variables are shared by all functions and models.
+    turns = vars(mesh.strategy.extended).setdefault("_kdpkit_turns", {})
+    if purpose not in turns:
+        with tf.init_scope(), tf.device("CPU:0"):
+            turns[purpose] = ResourceVariable(0)
+    with tf.device("CPU:0"):
+        return turns[purpose].assign_add(1) % 2
 
 
 def move_into_scope(variable: Any) -> None:
@@ -305,10 +276,10 @@ def current_layer_calls() -> Callable[[], contextlib.AbstractContextManager[None
 
     Code in it trains, or not, as these layers do, and casts variables to the same type.
     """
-    state = {name: global_state.get_global_attribute(name) for name in STATE_OF_LAYER_CALLS[:2]}
+    state = {name: global_state.get_global_attribute(name) for name in _STATE_OF_LAYER_CALLS}
     if state["current_call_ctx"] is None:
         versions.reject_unknown("current_call_ctx")
-    return functools.partial(with_thread_state, **state)
+    return functools.partial(_with_thread_state, **state)
 
 
 def move_global_seeds(strategy: tf.distribute.Strategy) -> None:
@@ -319,8 +290,8 @@ def move_global_seeds(strategy: tf.distribute.Strategy) -> None:
 
 
 def with_one_learning_rate(
-    optimizer: keras.optimizers.Optimizer, step: Callable[[], Any]
-) -> Callable[[], Any]:
+    optimizer: keras.optimizers.Optimizer, step: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
     """Let a schedule compute the rate of a step's update once, while it is traced.
 
     Keras computes it for every variable, and with weight decay twice: an eighth of all operations
@@ -334,10 +305,10 @@ def with_one_learning_rate(
     if not is_of_keras or not has_schedule or "_get_current_learning_rate" in vars(inner):
         return step
 
-    def call() -> Any:
+    def call(batch: Any) -> Any:
         rate = inner._get_current_learning_rate()
         with replaced(inner, "_get_current_learning_rate", lambda: rate):
-            return step()
+            return step(batch)
 
     return call
 

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _checks, _keras_internals
-from kdpkit.training.tensorflow._library_layers import is_library
-from kdpkit.training.tensorflow._step import Step, current_step, graph
+from kdpkit.training.tensorflow._step import current_mesh
+
+_LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit")
 
 
 def move_into_scope(
@@ -19,7 +20,7 @@ def move_into_scope(
 ) -> None:
     """Let every device have copies of an optimizer's variables, wherever it was made."""
     optimizer._distribution_strategy = strategy
-    if not is_library(type(optimizer).build.__module__):
+    if type(optimizer).build.__module__.partition(".")[0] not in _LIBRARIES:
         optimizer.build = functools.partial(_build, optimizer)
     name, attributes = f"optimizer `{optimizer.name}`", vars(optimizer).values()
     tf_variables = [value for value in attributes if isinstance(value, tf.Variable)]
@@ -29,7 +30,7 @@ def move_into_scope(
         if _checks.is_in_scope([variable], strategy):
             continue
         is_of_other_strategy = isinstance(variable.value, tf.distribute.DistributedValues)
-        if is_of_other_strategy or current_step() is not None:  # A step cannot move variables.
+        if is_of_other_strategy or current_mesh() is not None:  # A step cannot move variables.
             _checks.reject_scope(name, strategy, variable=variable.path)
         with tf.init_scope(), strategy.scope():
             _keras_internals.move_into_scope(variable)
@@ -66,11 +67,11 @@ def _copy_state_before_run(
 
 def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """Let an optimizer that is no attribute of the model work on the model's strategy, too."""
-    step = current_step()
-    if step is not None:
-        if optimizer._distribution_strategy is not step.mesh.strategy:
-            move_into_scope(optimizer, step.mesh.strategy)
-        _copy_state_before_run(optimizer, step.mesh.strategy)
+    mesh = current_mesh()
+    if mesh is not None:
+        if optimizer._distribution_strategy is not mesh.strategy:
+            move_into_scope(optimizer, mesh.strategy)
+        _copy_state_before_run(optimizer, mesh.strategy)
         variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
@@ -80,15 +81,9 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
                     variable=variable.path,
                 )
         if not optimizer.built:
-            with tf.init_scope(), step.mesh.strategy.scope():
+            with tf.init_scope(), mesh.strategy.scope():
                 optimizer.build([*variables])
-    with tf.control_dependencies(_checks_here(step)):
-        return original(optimizer, grads, trainable_variables)
-
-
-def _checks_here(step: Step | None) -> list[tf.Operation]:
-    """Return the checks of a step that must pass before it updates anything."""
-    return [check for check in (step.assertions if step else ()) if check.graph is graph()]
+    return original(optimizer, grads, trainable_variables)
 
 
 def _build(optimizer: Any, variables: Any) -> None:
@@ -120,7 +115,6 @@ def apply_scaled(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
     """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.md."""
-    if (step := current_step()) is None:
+    if current_mesh() is None:
         return original(optimizer, grads, trainable_variables)
-    with tf.control_dependencies(_checks_here(step)):
-        return optimizer._common_apply(grads, trainable_variables)
+    return optimizer._common_apply(grads, trainable_variables)

@@ -3,21 +3,14 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit._internal import checks, processes
-from kdpkit.training.tensorflow import (
-    _batch_norm,
-    _checks,
-    _global_batches,
-    _keras_internals,
-    _patches,
-)
-from kdpkit.training.tensorflow._policy import Policy
-from kdpkit.training.tensorflow._step import Mesh, current_step
+from kdpkit.training.tensorflow import _checks, _global_batches, _keras_internals, _patches
+from kdpkit.training.tensorflow._step import Mesh, current_mesh
 from kdpkit.training.tensorflow._tracing import run_once
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -28,36 +21,22 @@ _DIVIDED = (
 )
 
 
-def exact_step(
-    function: Callable,
-    *,
-    batch_norm: str,
-    divided: Sequence[Any],
-    undivided: Sequence[Any],
-    strategy: tf.distribute.Strategy | None,
-) -> Callable:
+def exact_step(function: Callable, *, strategy: tf.distribute.Strategy | None) -> Callable:
     """Return a function that does with the replicas of a strategy what it does on one device."""
     function = _keras_internals.as_tf_function(function)
     if strategy is _keras_internals.DEFAULT_STRATEGY:  # of one device
         strategy = None
-    return _OwnStep(function, strategy, batch_norm, lambda: Policy(divided, undivided))
+    return _OwnStep(function, strategy)
 
 
 class _OwnStep:
-    """A user's function, compiled when it is called first; `make_policy` for each trace."""
+    """A user's function, compiled when it is called first."""
 
-    def __init__(
-        self,
-        function: Any,
-        strategy: tf.distribute.Strategy | None,
-        batch_norm: str,
-        make_policy: Callable[[], Policy],
-    ) -> None:
+    def __init__(self, function: Any, strategy: tf.distribute.Strategy | None) -> None:
         python = function.python_function
         functools.update_wrapper(self, python, updated=())
         self.name = getattr(python, "__qualname__", repr(python))
         self.function, self.strategy = function, strategy or _strategy_in_scope()
-        self.batch_norm, self.make_policy = batch_norm, make_policy
         self.inner, self.jit = _keras_internals.inlined(function), bool(function._jit_compile)
         self.compiled: Any = None
         self.methods = weakref.WeakKeyDictionary[Any, _OwnStep]()
@@ -68,14 +47,12 @@ class _OwnStep:
             return self
         if instance not in self.methods:
             function = self.function.__get__(instance, owner)
-            self.methods[instance] = _OwnStep(
-                function, self.strategy, self.batch_norm, self.make_policy
-            )
+            self.methods[instance] = _OwnStep(function, self.strategy)
         return self.methods[instance]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_step() is not None or _patches.is_finding(self.strategy):
+        if current_mesh() is not None or _patches.is_finding(self.strategy):
             return self.inner(*args, **kwargs)  # as a part of another step
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
             checks.fail(
@@ -116,24 +93,26 @@ class _OwnStep:
 
     def compile(self, strategy: tf.distribute.Strategy | None) -> None:
         """Prepare what `tf.function` compiles: the function, once for all replicas."""
-        self.strategy, jit = strategy, self.jit
+        self.strategy = strategy
         if strategy is None:
             body = _patches.finding_strategies(self.inner, self.name)
         else:
             _checks.require_supported(strategy)
             mesh = Mesh(strategy)
-            jit = jit and mesh.num_parts == 1
-            if self.batch_norm == _batch_norm.REPLICA:
-                _batch_norm.warn_of_local_statistics(None, mesh.num_parts)
 
             @functools.wraps(self.inner)
             def body(*args: Any, **kwargs: Any) -> Any:
-                (args, kwargs), batch = _compared(mesh, (args, kwargs))
-                function = functools.partial(self.inner, *args, **kwargs)
-                policy, norm = self.make_policy(), self.batch_norm
-                return run_once(mesh, policy, function, batch, norm, self.jit)
+                rebuilt, batch = _compared(mesh, (args, kwargs))
 
-        self.compiled = _keras_internals.recompiled(self.function, body, jit)
+                def function(batch: Any) -> Any:
+                    args, kwargs = rebuilt(batch)
+                    return self.inner(*args, **kwargs)
+
+                return run_once(mesh, function, batch, jit=self.jit)
+
+        self.compiled = _keras_internals.recompiled(
+            self.function, body, self.jit and strategy is None
+        )
 
 
 def _strategy_in_scope() -> tf.distribute.Strategy | None:
@@ -151,12 +130,18 @@ def _reject_divided(arguments: Any) -> None:
 
 
 def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
-    """Return arguments, of which all processes have the same tensors, and these tensors."""
+    """Return what makes arguments of tensors, and these, which all processes have."""
     leaves = tf.nest.flatten(arguments)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
     batch = [leaves[i] for i in positions]
+
+    def rebuilt(batch: list[Any]) -> Any:
+        for i, tensor in zip(positions, batch, strict=True):
+            leaves[i] = tensor
+        return tf.nest.pack_sequence_as(arguments, leaves)
+
     if mesh.num_processes == 1:
-        return arguments, batch
+        return rebuilt, batch
     for leaf in leaves:
         if isinstance(leaf, tf.data.Dataset | tf.data.Iterator):
             checks.fail(
@@ -166,6 +151,4 @@ def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
             )
     if batch:
         batch = _global_batches.checked_batch(mesh, _global_batches.fingerprinted(batch))
-    for i, tensor in zip(positions, batch, strict=True):
-        leaves[i] = tensor
-    return tf.nest.pack_sequence_as(arguments, leaves), batch
+    return rebuilt, batch

@@ -13,25 +13,18 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import random as keras_random
-from keras.src.losses.losses import LossFunctionWrapper
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import (
-    _batch_norm,
     _checks,
-    _gradients,
     _keras_internals,
-    _layer_calls,
-    _losses_and_metrics,
+    _metrics,
     _optimizers,
-    _random,
 )
-from kdpkit.training.tensorflow._step import current_part, current_step
+from kdpkit.training.tensorflow._step import current_mesh
 
 
 class Patch(NamedTuple):
@@ -48,7 +41,7 @@ def _num_replicas(original: Callable, strategy: Any) -> Any:
     Code that divides by the number of replicas expects that their results are added up: a user's
     step, Keras' losses and regularizers, `tf.nn.compute_average_loss`.
     """
-    return original(strategy) if current_step() is None else 1
+    return original(strategy) if current_mesh() is None else 1
 
 
 class _OnlyReplica:
@@ -74,39 +67,62 @@ class _OnlyReplica:
 
 
 def _replica_context(original: Callable) -> Any:
-    step = current_step()
-    return original() if step is None else _OnlyReplica(step.mesh.strategy)
+    mesh = current_mesh()
+    return original() if mesh is None else _OnlyReplica(mesh.strategy)
 
 
 def _handle(original: Callable, variable: Any) -> Any:
     """Return the first copy's handle, for which tapes record the gradient of a variable."""
-    return variable.values[0].handle if _in_step_outside_update(variable) else original(variable)
+    if not _in_step_outside_update(variable):
+        return original(variable)
+    return _first(variable).handle
+
+
+def _first(variable: Any) -> Any:
+    """Return the first copy of a variable, which a step uses."""
+    first = variable.values[0]
+    mesh = current_mesh()
+    if mesh is not None:
+        mesh.replicated[id(first.handle)] = variable
+    return first
+
+
+def _gradients(original: Callable, ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let `tf.gradients` follow operations to a variable's first copy, which a step reads."""
+
+    def source(x: Any) -> Any:
+        x = x.value if isinstance(x, keras.Variable) else x
+        return x.values[0] if isinstance(x, DistributedVariable) else x
+
+    if current_mesh() is not None:
+        xs = [source(x) for x in tf.nest.flatten(xs)]
+    return original(ys, xs, *args, **kwargs)
 
 
 def _read(original: Callable, variable: Any) -> Any:
     """Read the first copy of a variable, which tapes watch, wherever it is read."""
     if not _in_step_outside_update(variable):
         return original(variable)
-    _losses_and_metrics.count_once(variable)
-    first = variable.values[0]
+    _metrics.count_once(variable)
+    first = _first(variable)
     return tf.identity(first) if isinstance(variable, MirroredVariable) else first
 
 
 def _aggregation(original: Callable, variable: Any) -> Any:
     """Let a step count once what TensorFlow adds up over the replicas."""
     if _in_step_outside_update(variable):
-        _losses_and_metrics.count_once(variable)
+        _metrics.count_once(variable)
     return original(variable)
 
 
 def _in_step_outside_update(variable: Any) -> bool:
     """Return whether this thread traces a step, and is not updating a variable."""
     is_finding(variable.distribute_strategy)
-    step = current_step()
-    if step is not None and step.mesh.strategy is not variable.distribute_strategy:
-        _checks.reject_scope("variable", step.mesh.strategy, variable=variable.name)
+    mesh = current_mesh()
+    if mesh is not None and mesh.strategy is not variable.distribute_strategy:
+        _checks.reject_scope("variable", mesh.strategy, variable=variable.name)
     return (
-        step is not None
+        mesh is not None
         and tf.distribute.in_cross_replica_context()
         and distribute_lib.get_update_replica_id() is None
     )
@@ -149,7 +165,7 @@ def finding_strategies(function: Callable, step: str) -> Callable:
 
 def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Compute what TensorFlow rejects in the cross-replica context."""
-    if current_step() is None:
+    if current_mesh() is None:
         return original(*args, **kwargs)
     with _keras_internals.default_replica_context():
         return original(*args, **kwargs)
@@ -157,25 +173,14 @@ def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def _seed(original: Callable, op_seed: Any) -> Any:
     """Reject random numbers of TensorFlow's that would differ between the processes of a step."""
-    step, seeds = current_step(), original(op_seed)
-    if step is not None and step.mesh.num_processes > 1 and seeds[0] is None:
+    mesh, seeds = current_mesh(), original(op_seed)
+    if mesh is not None and mesh.num_processes > 1 and seeds[0] is None:
         checks.fail(
             "The step draws random numbers of TensorFlow's own, and each process draws others.",
             seed=op_seed,
             remedy="Call `keras.utils.set_random_seed` first, or draw with `keras.random`.",
         )
     return seeds
-
-
-def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a `tf.function` compute in the graph of the step that calls it.
-
-    A gradient that crosses it would be a function of its own, all on one device.
-    """
-    step = current_step()
-    if step is None or function._jit_compile or current_part() is not None:
-        return original(function, *args, **kwargs)
-    return _keras_internals.inlined(function)(*args, **kwargs)
 
 
 # Added for good where TensorFlow has none: callbacks use `int(optimizer.iterations)`.
@@ -188,23 +193,15 @@ _AVERAGING = ("compute_average_loss", "scale_regularization_loss")
 
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585.
 _TABLE = (
-    # Layers, losses and metrics are called on parts of the examples.
-    Patch(keras.layers.Layer, "__call__", _layer_calls.call_layer),
-    Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
-    Patch(LossFunctionWrapper, "call", _losses_and_metrics.call_loss),
-    Patch(keras.metrics.MeanMetricWrapper, "update_state", _losses_and_metrics.update_metric),
-    # Random numbers of parts depend on the examples' positions: keras_draws_the_same_on_replicas.md
-    *(Patch(keras_random, name, wrapper) for name, wrapper in _random.wrappers().items()),
     Patch(random_seed, "get_seed", _seed),
     # The cross-replica context is like the only replica that a step has on one device.
     Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
     Patch(tf.distribute, "get_replica_context", _replica_context),
     *(Patch(tf.nn, name, _on_one_device) for name in _AVERAGING),
     Patch(DistributedVariable, "handle", _handle),
-    Patch(tf, "gradients", _gradients.graph_gradients),
+    Patch(tf, "gradients", _gradients),
     Patch(DistributedVariable, "_get", _read),
     Patch(DistributedVariable, "aggregation", _aggregation),
-    Patch(Function, "__call__", _inlined),
     Patch(keras.optimizers.Optimizer, "apply", _optimizers.apply),
     Patch(keras.optimizers.LossScaleOptimizer, "_tf_apply", _optimizers.apply_scaled),
 )

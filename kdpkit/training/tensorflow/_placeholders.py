@@ -1,6 +1,5 @@
 """Placeholders for an element of a dataset, with which a model is first traced."""
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,11 +9,8 @@ from kdpkit.training._keras_internals import compute_output_spec
 from kdpkit.training.tensorflow import _global_batches
 
 
-def placeholders(spec: Any, num_examples: int | None = None) -> Any:
-    """Return Keras' placeholders; of ragged tensors, for which Keras has none, the specification.
-
-    An unknown number of dense examples becomes the given one.
-    """
+def placeholders(spec: Any) -> Any:
+    """Return Keras' placeholders; for ragged tensors, of which Keras has none, what was given."""
 
     def placeholder(spec: tf.TypeSpec) -> Any:
         spec = getattr(spec, "_value_specs", (spec,))[0]
@@ -22,33 +18,23 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             return None
         if is_ragged(spec):
             return spec
-        is_sparse, shape = isinstance(spec, tf.SparseTensorSpec), spec.shape
-        if shape.rank and not is_sparse:
-            shape = [shape[0] or num_examples, *shape[1:]]
-        return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
+        is_sparse = isinstance(spec, tf.SparseTensorSpec)
+        return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=is_sparse)
 
     batch = spec.batch if isinstance(spec, _global_batches.FingerprintedBatch) else spec
     return tf.nest.map_structure(placeholder, batch)
-
-
-def trace(function: Callable, *args: Any) -> Any:
-    """Call a function with placeholders, and return those of its results."""
-
-    def call(*args: Any) -> Any:
-        return function(*keras.tree.map_structure(_ragged_tensor, args))
-
-    return compute_output_spec(call, *args)
 
 
 def build_for_ragged(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """Build model, metrics and loss, as Keras does for examples that are not ragged."""
 
     def call(x: Any, y: Any, sample_weight: Any) -> None:
+        x, y, sample_weight = keras.tree.map_structure(_ragged_tensor, (x, y, sample_weight))
         outputs = model(x, training=False)
         model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
         model._compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
 
-    trace(call, x, y, sample_weight)
+    compute_output_spec(call, x, y, sample_weight)
 
 
 def is_ragged(spec: Any) -> bool:

@@ -10,13 +10,10 @@ import tensorflow as tf
 
 from kdpkit.training._remat import BlockCall, BlockScope, Result
 from kdpkit.training.tensorflow import _keras_internals
-from kdpkit.training.tensorflow._step import Step, current_part, current_step, running
-from kdpkit.training.tensorflow._tensor_parts import known_parts
 
 
 def checkpointed(call: BlockCall) -> Result:
     """Compute a block, and let its gradient compute it again from its inputs."""
-    step, part = current_step(), current_part()
     layer_calls = _keras_internals.current_layer_calls()
     scope = BlockScope()
     result = call(call.tensors, scope)
@@ -27,9 +24,8 @@ def checkpointed(call: BlockCall) -> Result:
 
     def gradient(*output_gradients: tf.Tensor | tf.IndexedSlices) -> list[Any]:
         upstream = [*map(tf.convert_to_tensor, output_gradients)]
-        device = tf.device(part.device if part else None)
-        with device, tf.GradientTape(watch_accessed_variables=False) as tape:
-            inputs = [*_after(step, upstream[0], features), *map(tf.identity, weights)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            inputs = [*_after(upstream[0], features), *map(tf.identity, weights)]
             tape.watch(inputs)
             copies = iter(inputs)
             tensors = [
@@ -37,7 +33,7 @@ def checkpointed(call: BlockCall) -> Result:
             ]
             others = [pair for pair in scope.read if not pair[0].trainable]
             state = [*others, *zip(trainable, copies, strict=True)]
-            with running(step, part), layer_calls():
+            with layer_calls():
                 recomputed = _differentiable(call(tensors, BlockScope(state)))
         return list(tape.gradient(recomputed, inputs, output_gradients=upstream))
 
@@ -57,13 +53,12 @@ def _differentiable(result: Result) -> list[tf.Tensor]:
     return [*(x for x in result.outputs if x.dtype.is_floating), *result.losses]
 
 
-def _after(step: Step | None, upstream: Any, tensors: list[Any]) -> list[Any]:
+def _after(upstream: Any, tensors: list[Any]) -> list[Any]:
     """Return the tensors, made dependent on the gradient that arrives at the block.
 
     Otherwise TensorFlow and XLA would notice that the block was computed before, and keep its
     results. They do not know that a number minus itself is zero, because it may be NaN.
     """
-    parts = step and known_parts(step, upstream)
-    first = tf.reduce_max(tf.reshape(parts.tensors[0] if parts else upstream, [-1])[:1])
+    first = tf.reduce_max(tf.reshape(upstream, [-1])[:1])
     zero = tf.where(tf.math.is_nan(first), first, tf.zeros_like(first))
     return [tensor + tf.cast(zero, tensor.dtype) for tensor in tensors]

@@ -22,9 +22,9 @@ import tensorflow as tf
 from kdpkit import errors
 from kdpkit._internal import checks, optimizers, processes
 from kdpkit.strategies import _parameter_servers
-from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _library_layers, _patches
+from kdpkit.training.tensorflow import _keras_internals, _metrics, _patches
 from kdpkit.training.tensorflow._keras_internals import replaced
-from kdpkit.training.tensorflow._step import Mesh, Step, running
+from kdpkit.training.tensorflow._step import Mesh, running
 
 _STEPS_OF_A_WORKER = 16  # between two times at which all are waited for, unless the user sets it
 _BATCHES_AHEAD = 4  # that the chief sends to each worker; more would fill its memory
@@ -129,7 +129,7 @@ class Workers:
 
     def _counters(self) -> list[Any]:
         """Return the variables of metrics, whose values are sums over examples."""
-        metrics = _library_layers.metrics_of(self.model)
+        metrics = _metrics.metrics_of(self.model)
         return [*{id(v): v for metric in metrics for v in metric.variables}.values()]
 
     def _counted(self, step: Callable, of_metrics: dict[str, Callable], data: Any) -> Any:
@@ -141,12 +141,12 @@ class Workers:
         with contextlib.ExitStack() as stack:
             # Optimizers ask for `_use_merge_call` before they update variables outside of replicas.
             outside = replaced(self.strategy.extended, "_use_merge_call", lambda: False)
-            worker = Step(self._mesh, None, batch_norm=_batch_norm.GLOBAL)
-            for context in (self.strategy.scope(), outside, _patches.installed(), running(worker)):
+            patched, worker = _patches.installed(), running(self._mesh)
+            for context in (self.strategy.scope(), outside, patched, worker):
                 stack.enter_context(context)
             for optimizer in _optimizers_of(self.model):
                 stack.enter_context(replaced(optimizer, "apply", _numbered(optimizer)))
-            for metric in _library_layers.metrics_of(self.model):
+            for metric in _metrics.metrics_of(self.model):
                 stack.enter_context(replaced(metric, "result", _noting(metric, noted)))
             for variable in counters:
                 zeros = tf.zeros(variable.shape, variable.dtype)

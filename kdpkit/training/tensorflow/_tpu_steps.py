@@ -11,6 +11,7 @@ them. No TPU was available: this is tested with CPUs in place of its cores.
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,23 @@ from kdpkit.training.tensorflow._keras_internals import KERAS_LOSSES, replaced
 
 STRATEGIES: tuple[type, ...] = (tf.distribute.TPUStrategy,)
 _replica = threading.local()  # `counts`: the examples of this thread's replica, and of all
+
+
+def warn_of_local_statistics(model: keras.Model, replicas: int) -> None:
+    """Warn if the model has layers that normalize by a replica's own examples."""
+    names = [
+        layer.name
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and not layer.synchronized
+    ]
+    if replicas > 1 and names:
+        warnings.warn(
+            f"BatchNormalization ({', '.join(names)}) normalizes by each replica's own examples, "
+            f"so training on {replicas} replicas of a TPU differs from one device.",
+            stacklevel=2,
+        )
 
 
 def run_step(step: Callable, data: Any) -> Any:

@@ -1,0 +1,155 @@
+"""Which axis of each tensor has the examples, found by TensorFlow's inference of shapes.
+
+A traced step is imported twice, for batches of two lengths. The axis whose length differs between
+the two, and is a multiple of the batch's in both, has the examples. Nothing is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from kdpkit.training.tensorflow._keras_internals import handle_data_util, importer
+
+# Many programs split a batch into groups: every number up to 10 divides both.
+LENGTHS = (2520, 5040)
+# The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
+_ASSUMED = 96
+_OTHER_LENGTH = 6007  # of no other axis: it is prime
+
+
+class Inferred(NamedTuple):
+    """A graph for a batch of each length, the axes with examples, and their entries for each.
+
+    Args:
+        graphs: The same operations with their shapes, for each length.
+        batch: The names of the step's inputs that have as many examples as the first of them.
+        axes: The axis of examples of each tensor that has one, by its name.
+        is_assumed: Whether lengths of other axes were assumed.
+        length: The number of examples in the first graph.
+    """
+
+    graphs: tuple[Any, Any]
+    batch: Sequence[str]
+    axes: dict[str, int]
+    is_assumed: bool
+    length: int = LENGTHS[0]
+
+
+def inferred(step: Any) -> Inferred:
+    """Return the axes of a traced step's tensors.
+
+    Raises:
+        ValueError: TensorFlow finds that the step cannot compute such batches.
+    """
+    placeholders = {name: inner for name, (_, inner) in step.inputs.items()}
+    has_unknown = any(
+        None in (x.shape[1:] if name in step.batch else x.shape)
+        for name, x in placeholders.items()
+        if x.shape.rank
+    )
+    try:
+        batch = _of_one_length(step, placeholders, _ASSUMED)
+        graphs = _imported(step, placeholders, _ASSUMED, batch)
+    except ValueError:
+        if not has_unknown:
+            raise
+        has_unknown = False
+        batch = _of_one_length(step, placeholders, None)
+        graphs = _imported(step, placeholders, None, batch)
+    return Inferred(graphs, batch, axes_of(*graphs), has_unknown)
+
+
+def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:
+    """Return the tensors of a batch that have to be as long as the first one.
+
+    Others, as unlabeled examples beside labeled ones, may have lengths of their own, and are not
+    divided: TensorFlow infers the shapes of all results for another length of theirs. Where it
+    cannot do that, all are as long.
+    """
+    tied, others = [step.batch[0]], [*step.batch[1:]]
+
+    def is_possible(name: str) -> bool:
+        lengths = dict.fromkeys(tied, LENGTHS[0]) | {name: _OTHER_LENGTH}
+        return _graph_for(step, placeholders, assumed, lengths) is not None
+
+    while found := [name for name in others if not is_possible(name)]:
+        tied += found
+        others = [name for name in others if name not in found]
+    if not others:
+        return [*step.batch]
+    lengths = dict.fromkeys(tied, LENGTHS[0]) | dict.fromkeys(others, _OTHER_LENGTH)
+    graph = _graph_for(step, placeholders, assumed, lengths)
+    if graph is None or not all(map(_is_known, graph.get_operations())):
+        return [*step.batch]
+    return tied
+
+
+def _graph_for(
+    step: Any, placeholders: dict[str, Any], assumed: int | None, lengths: dict[str, int]
+) -> Any:
+    """Return the graph for batches of some lengths; None if there can be no such batches."""
+    try:
+        return _for_length(step, placeholders, assumed, lengths)
+    except ValueError:
+        return None
+
+
+def _is_known(op: tf.Operation) -> bool:
+    """Return whether the lengths of the numbers that an operation computes are known."""
+    return all(x.shape.is_fully_defined() for x in op.outputs if x.dtype.is_floating)
+
+
+def axes_of(first: Any, second: Any) -> dict[str, int]:
+    """Return the axis of examples of each tensor that has one, by its name."""
+    axes = {}
+    others = {operation.name: operation for operation in second.get_operations()}
+    for operation in first.get_operations():
+        for x, y in zip(operation.outputs, others[operation.name].outputs, strict=True):
+            if x.shape.rank and y.shape.rank == x.shape.rank:
+                pairs = zip(x.shape, y.shape, strict=True)
+                differ = [(i, a, b) for i, (a, b) in enumerate(pairs) if a != b]
+                if len(differ) == 1 and _counts_examples(*differ[0][1:]):
+                    axes[x.name] = differ[0][0]
+    return axes
+
+
+def _counts_examples(first: int | None, second: int | None) -> bool:
+    if not first or not second or first % LENGTHS[0]:
+        return False
+    return first * LENGTHS[1] == second * LENGTHS[0]
+
+
+def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
+    """Import nodes into the current graph, with tensors in place of some of their inputs."""
+    used = {name for node in graph_def.node for name in node.input}
+    used |= {f"{name}:0" for name in used if ":" not in name and not name.startswith("^")}
+    inputs = {name: tensor for name, tensor in inputs.items() if name in used}
+    importer.import_graph_def(graph_def, input_map=inputs, name="")
+
+
+def _imported(
+    step: Any, placeholders: dict[str, Any], assumed: int | None, batch: Sequence[str]
+) -> tuple[Any, Any]:
+    first, second = (
+        _for_length(step, placeholders, assumed, dict.fromkeys(batch, n)) for n in LENGTHS
+    )
+    return first, second
+
+
+def _for_length(
+    step: Any, placeholders: dict[str, Any], assumed: int | None, lengths: dict[str, int]
+) -> Any:
+    graph = tf.Graph()
+    with graph.as_default():
+        inputs = {}
+        for name, x in placeholders.items():
+            shape = x.shape
+            if shape.rank:
+                others = [assumed if size is None else size for size in shape[1:]]
+                first = assumed if shape[0] is None and name not in step.batch else shape[0]
+                shape = [lengths.get(name, first), *others]
+            inputs[name] = tf.compat.v1.placeholder(x.dtype, shape, name=name.partition(":")[0])
+            handle_data_util.copy_handle_data(x, inputs[name])
+        import_nodes(step.graph_def, inputs)
+    return graph

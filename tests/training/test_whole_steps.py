@@ -1,0 +1,137 @@
+"""What a step computes on one device is said; what it reads and changes keeps its order."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from kdpkit import strategies
+from kdpkit.training import replica_exact
+
+pytestmark = pytest.mark.tensorflow
+
+X = np.random.default_rng(0).normal(size=(7, 12)).astype("float32")
+Y = np.arange(7) % 3
+
+
+class Sorted(layers.Layer):
+    def call(self, x):
+        return tf.sort(x[:, :, None] * x[:, None, :], axis=0)[:, 0]  # over the examples
+
+
+def trained(make, replicas, **settings):
+    keras.utils.set_random_seed(0)
+    with strategies.select_strategy("mirrored", devices=replicas).scope():
+        model = make()
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **settings)
+        model = replica_exact(model)
+    logs = [model.train_on_batch(X, Y) for _ in range(2)]
+    return [*model.get_weights(), *logs]
+
+
+def assert_equal(many, one):
+    for x, y in zip(many, one, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def of_layers(*middle):
+    return lambda: keras.Sequential([*(make() for make in middle), layers.Dense(3, "softmax")])
+
+
+def test_an_operation_without_a_rule_is_named_with_its_line(capsys):
+    make = of_layers(lambda: layers.Dense(8, "relu"), Sorted)
+    assert_equal(trained(make, 2, jit_compile=False), trained(make, 1, jit_compile=False))
+    lines = pathlib.Path(__file__).read_text("utf-8").splitlines()
+    number = 1 + next(i for i, line in enumerate(lines) if "# over the examples" in line)
+    (line,) = re.findall("kdpkit: About .*", capsys.readouterr().err)
+    assert re.search(
+        rf"[0-9]+% of the step's work.*at test_whole_steps\.py:{number} \([0-9]+%", line
+    )
+
+
+def test_a_step_that_is_divided_says_nothing(capsys):
+    trained(of_layers(lambda: layers.Dense(8, "relu"), layers.BatchNormalization), 2)
+    assert "kdpkit" not in capsys.readouterr().err
+
+
+class OfOneLength(keras.Model):
+    """Its Python needs the number of examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3, "softmax")
+
+    def call(self, x):
+        return self.dense(tf.reshape(x, (int(x.shape[0]), 12)))
+
+
+def test_a_step_for_one_length_is_computed_whole_and_says_so():
+    one = trained(OfOneLength, 1, jit_compile=False)
+    with pytest.warns(UserWarning, match="One device computes the step for all .*TypeError: int"):
+        many = trained(OfOneLength, 2, jit_compile=False)
+    assert_equal(many, one)
+
+
+class OfEqualHalves(OfOneLength):
+    """TensorFlow finds that it takes batches of seven alone."""
+
+    def call(self, x):
+        return self.dense(tf.concat([tf.ensure_shape(x, (7, 12))[:3], x[3:]], 0))
+
+
+def test_a_step_whose_shapes_are_of_one_length_is_computed_whole_and_says_so():
+    one = trained(OfEqualHalves, 1, jit_compile=False)
+    with pytest.warns(UserWarning, match="does not work for batches of any length: ValueError"):
+        many = trained(OfEqualHalves, 2, jit_compile=False)
+    assert_equal(many, one)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_reads_and_changes_variables_in_its_order(replicas, jit):
+    strategy = strategies.select_strategy("mirrored", devices=replicas)
+    with strategy.scope():
+        weight, count = tf.Variable(tf.ones([12])), tf.Variable(0.0)
+
+    @replica_exact
+    @tf.function(jit_compile=jit)
+    def step(x):
+        before = tf.reduce_mean(x * weight)
+        count.assign_add(before)
+        weight.assign_sub(tf.reduce_sum(x, 0) * count)
+        return before, tf.reduce_mean(x * weight), count.read_value()
+
+    expected = np.ones(12, "float32"), np.float32(0)
+    for x in (X, X[:2], X):
+        before = (x * expected[0]).mean()
+        total = expected[1] + before
+        expected = expected[0] - x.sum(0) * total, total
+        found = [np.asarray(value) for value in step(x)]
+        np.testing.assert_allclose(found, [before, (x * expected[0]).mean(), total], rtol=1e-4)
+
+
+def test_a_step_without_examples_is_computed_once():
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        count = tf.Variable(0.0)
+
+    @replica_exact
+    def step(by=1.0):
+        return count.assign_add(by)
+
+    assert [float(step()), float(step(tf.constant(2.0))), float(count)] == [1, 3, 3]
+
+
+def test_the_batch_is_what_most_tensors_are_as_long_as():
+    kernel = tf.reshape(tf.range(36.0), (3, 12))
+
+    def step(kernel, x, y):
+        return tf.reduce_mean((x - kernel[:1]) ** 2 @ kernel[0][:, None] * y[:, None])
+
+    y = tf.cast(Y, tf.float32)
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    assert_equal([exact(kernel, X, y)], [step(kernel, X, y)])
