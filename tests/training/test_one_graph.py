@@ -210,6 +210,13 @@ WHOLE = {
     "random numbers of the last axis": lambda x: (
         tf.random.stateless_uniform([3, tf.shape(x)[0]], [1, 2]) + tf.transpose(x[:, 0, 0])
     ),
+    "padded to an even length": lambda x: (
+        tf.pad(x[:, 0, 0], [[0, tf.shape(x)[0] % 2], [0, 0]]) @ TABLE[:3]
+    ),
+    "of eight or more": lambda x: tf.zeros([tf.maximum(tf.shape(x)[0], 8), 3]) + 1,
+    "the first five": lambda x: x[:5] * 2,
+    "mean of integers": lambda x: tf.reduce_mean(tf.cast(x * 9, tf.int32), 0),
+    "squeezed": lambda x: tf.squeeze(x[:, :1, :1, :1]) * 2,
     "shuffled": lambda x: tf.gather(
         x, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(x)[0]), [1, 2])
     ),

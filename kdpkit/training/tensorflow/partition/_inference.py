@@ -16,6 +16,9 @@ LENGTHS = (2520, 5040)
 # The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
 _ASSUMED = 96
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
+# An axis that is as long as the batch for these, too, is not one that is padded or cut to a length.
+# A program that needs groups has none for the first two of them.
+_CHECKED_LENGTHS = (1, 1048583, 2520 * 416)
 
 
 class Inferred(NamedTuple):
@@ -57,7 +60,22 @@ def inferred(step: Any) -> Inferred:
         has_unknown = False
         batch = _of_one_length(step, placeholders, None)
         graphs = _imported(step, placeholders, None, batch)
-    return Inferred(graphs, batch, axes_of(*graphs), has_unknown)
+    assumed = _ASSUMED if has_unknown else None
+    axes = axes_of(*graphs)
+    for length in _CHECKED_LENGTHS:
+        graph = _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
+        if graph is not None:
+            axes = {name: i for name, i in axes.items() if _fits(name, i, length, graphs[0], graph)}
+    return Inferred(graphs, batch, axes, has_unknown)
+
+
+def _fits(name: str, axis: int, length: int, first: Any, other: Any) -> bool:
+    """Return whether an axis has the examples of a batch of another length, too."""
+    x, y = (graph.get_tensor_by_name(name) for graph in (first, other))
+    if y.shape.rank is None:
+        return True
+    is_as_long = y.shape.rank == x.shape.rank and y.shape[axis] is not None
+    return is_as_long and bool(y.shape[axis] * LENGTHS[0] == x.shape[axis] * length)
 
 
 def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:

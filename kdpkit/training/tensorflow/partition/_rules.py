@@ -208,7 +208,9 @@ def example_by_example(op: Operation) -> list[Any] | None:
     for letter, label in zip(_EXAMPLE_BY_EXAMPLE[op.kind], op.labels, strict=True):
         if letter in allowed and not allowed[letter](label):
             return None
-    if (op.kind.startswith(("Matrix", "Chol", "LogM"))) and (op.rank() or 0) < 3:
+    least = 3 if op.kind.startswith(("Matrix", "Chol", "LogM")) else 4
+    is_without_batch = op.kind.startswith(("Matrix", "Chol", "LogM", "Adjust"))
+    if is_without_batch and (op.rank() or 0) < least:
         return None
     return [Split(0)] * len(op.outputs)
 
@@ -269,7 +271,8 @@ def reduction(op: Operation) -> list[Any] | None:
 def _reduced(op: Operation, axis: int, over: set[int]) -> list[Any] | None:
     if axis in over:
         # A mean is scaled by a device's share, which the body of a condition does not know.
-        is_sum = op.kind == "Sum" or (op.kind == "Mean" and not op.graph.is_body)
+        is_scaled = op.kind == "Mean" and not op.outputs[0].dtype.is_integer
+        is_sum = op.kind == "Sum" or (is_scaled and not op.graph.is_body)
         return [PARTIAL] if is_sum else None
     return [Split(axis if op.attr("keep_dims") else axis - sum(i < axis for i in over))]
 
