@@ -167,6 +167,9 @@ WHOLE = {
         lambda y, z: (y, z + tf.reduce_mean(y, 0)), x, tf.zeros((4, 4, 3))
     ),
     "sizes in a loop": lambda x: looped(lambda y: (y * tf.shape(y)[0],), tf.cast(x * 9, tf.int32)),
+    "a length in a loop": lambda x: looped(
+        lambda y: (y + tf.reduce_sum(y[:, :, : tf.shape(y)[0] % 3 + 1], 2, keepdims=True),), x
+    ),
     "sum used in a loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 0) / 9,), x),
     "sum squared in a loop": lambda x: looped(
         lambda y, z: (y, z * z / 9 + tf.reduce_sum(y, 0)), x, tf.zeros((4, 4, 3))

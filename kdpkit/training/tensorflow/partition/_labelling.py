@@ -119,6 +119,9 @@ class LabelledGraph:
                 return None
         if not any(map(is_divided, labels)) and op.type not in _rules.GENERATING:
             return None
+        # A place among a device's examples is not that among all.
+        if self.is_body and op.type in _PLACED and any(label is SIZE for label in labels):
+            return None
         found = rule(Operation(op, labels, self))
         return found and self._trusted(op, found)
 
@@ -138,6 +141,7 @@ class LabelledGraph:
         return found
 
 
+_PLACED = ("StridedSlice", "Slice", "Tile", "TensorListGetItem", "TensorListSetItem")
 _READS = ("ReadVariableOp", "VariableShape")
 
 
