@@ -14,7 +14,7 @@ from kdpkit.training.tensorflow._keras_internals import handle_data_util, import
 # Many programs split a batch into groups: every number up to 10 divides both.
 LENGTHS = (2520, 5040)
 # The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
-_ASSUMED = 96
+_ASSUMED, _OTHER_ASSUMED = 96, 97
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # An axis that is as long as the batch for these, too, is not one that is padded or cut to a length.
 # A program that needs groups has none for the first two of them.
@@ -66,7 +66,17 @@ def inferred(step: Any) -> Inferred:
         graph = _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
         if graph is not None:
             axes = {name: i for name, i in axes.items() if _fits(name, i, length, graphs[0], graph)}
+    other = has_unknown and _graph_for(
+        step, placeholders, _OTHER_ASSUMED, dict.fromkeys(batch, LENGTHS[0])
+    )
+    if other:  # An example is not always so many groups.
+        axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
     return Inferred(graphs, batch, axes, has_unknown)
+
+
+def _is_multiple(name: str, axis: int, graph: Any) -> bool:
+    shape = graph.get_tensor_by_name(name).shape
+    return shape.rank is None or shape[axis] is None or shape[axis] % LENGTHS[0] == 0
 
 
 def _fits(name: str, axis: int, length: int, first: Any, other: Any) -> bool:
