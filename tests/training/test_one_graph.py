@@ -218,6 +218,7 @@ WHOLE = {
     ),
     "of eight or more": lambda x: tf.zeros([tf.maximum(tf.shape(x)[0], 8), 3]) + 1,
     "the first five": lambda x: x[:5] * 2,
+    "contrast over examples": lambda x: tf.image.adjust_contrast(x[:, 0], 2.0),
     "mean of integers": lambda x: tf.reduce_mean(tf.cast(x * 9, tf.int32), 0),
     "squeezed": lambda x: tf.squeeze(x[:, :1, :1, :1]) * 2,
     "shuffled": lambda x: tf.gather(
@@ -256,7 +257,7 @@ def test_a_function_of_parts_is_that_of_all(name, count, replicas, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"contrast over examples"}))  # has none
 def test_gradients_of_parts_are_those_of_all(name):
     def gradient(x):
         with tf.GradientTape() as tape:

@@ -135,3 +135,41 @@ def test_the_batch_is_what_most_tensors_are_as_long_as():
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
     assert_equal([exact(kernel, X, y)], [step(kernel, X, y)])
+
+
+def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        weight = tf.Variable(tf.ones([12]))
+
+    @replica_exact
+    def step(x):
+        loss = tf.reduce_mean(x * weight)
+        tf.raw_ops.AssignAddVariableOp(resource=weight.handle, value=tf.ones([12]))
+        return loss
+
+    with pytest.raises(ValueError, match=r"AssignAddVariableOp.*Use the variable's methods"):
+        step(X)
+
+
+def test_groups_that_span_examples_are_whole():
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])])
+    def step(x):
+        return tf.reduce_max(tf.reshape(x, [-1, 4, 2]), 1)
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    x = X[:4].reshape((4, 6, 2))
+    assert_equal([exact(x)], [step(x)])
+
+
+def test_a_tensor_that_nothing_uses_leaves_the_others_divided(capsys):
+    kernel = tf.reshape(tf.range(36.0), (12, 3))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), *[tf.TensorSpec([None, 12])] * 2])
+    def step(number, x, y):  # noqa: ARG001
+        return tf.reduce_mean((x - y) @ kernel)
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    assert_equal([exact(X[:, :2], X, X * 2)], [step(X[:, :2], X, X * 2)])
+    assert "kdpkit" not in capsys.readouterr().err

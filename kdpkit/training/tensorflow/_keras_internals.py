@@ -125,8 +125,11 @@ def function_of_operations(
 def kernels_for_xla() -> frozenset[str]:
     """Return the kinds of operations that XLA compiles."""
     tf.function(tf.identity, jit_compile=True)(0.0)  # TensorFlow registers them when it needs them.
-    known = kernels.get_all_registered_kernels().kernel
-    return frozenset(kernel.op for kernel in known if kernel.device_type == "XLA_CPU_JIT")
+    known = {
+        (kernel.op, kernel.device_type) for kernel in kernels.get_all_registered_kernels().kernel
+    }
+    both = ("XLA_CPU_JIT", "XLA_GPU_JIT")
+    return frozenset(op for op, _ in known if all((op, device) in known for device in both))
 
 
 def is_recording() -> bool:

@@ -11,7 +11,7 @@ from kdpkit._internal import checks
 from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
 from kdpkit.training.tensorflow._keras_internals import FuncGraph, importer, next_turn
 from kdpkit.training.tensorflow._split import split
-from kdpkit.training.tensorflow.partition import _inference, _report, _stages, _traced_step
+from kdpkit.training.tensorflow.partition import _inference, _report, _rules, _stages, _traced_step
 from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._exchanges import TURN
 from kdpkit.training.tensorflow.partition._labelling import LabelledGraph
@@ -42,6 +42,7 @@ def run_divided(
         _warn(error)
         return function(batch)
     values, copies = _with_copies(step, variables)
+    _require_all_copies(step, values, copies)
     graph_def, outputs = step.graph_def, step.outputs
     devices = dict.fromkeys((node.name for node in graph_def.node), 0)
     _keep(step)
@@ -121,6 +122,26 @@ def _with_copies(step: Any, variables: dict[int, Any]) -> tuple[dict[str, Any], 
             for other, copy in zip(others, variable.values[1:], strict=True):
                 values[other] = copy.handle
     return values, copies
+
+
+def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any]) -> None:
+    """Raise where an operation of the user's changes one device's copy of a variable alone."""
+    changed = {
+        id(values[node.input[0]]): node
+        for node in step.graph_def.node
+        if node.op.startswith(("Assign", "Resource"))
+        and node.op not in _rules.READS
+        and node.input
+        and node.input[0] in values
+    }
+    for first, *others in copies.values():
+        node = changed.get(id(values[first]))
+        if node is not None and any(id(values[other]) not in changed for other in others):
+            checks.fail(
+                "An operation changes a variable on one device, and others have copies of it.",
+                operation=f"{node.op} ({node.name})",
+                remedy="Use the variable's methods, `assign`, `assign_add` and `assign_sub`.",
+            )
 
 
 def _keep(step: Any) -> None:

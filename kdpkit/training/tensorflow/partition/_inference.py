@@ -1,7 +1,8 @@
 """Which axis of each tensor has the examples, found by TensorFlow's inference of shapes.
 
-A traced step is imported twice, for batches of two lengths. The axis whose length differs between
-the two, and is a multiple of the batch's in both, has the examples. Nothing is computed.
+A traced step is imported for batches of two lengths. The axis whose length differs between the two,
+and is a multiple of the batch's in both, has the examples; imports for other lengths confirm it.
+Nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ LENGTHS = (2520, 5040)
 _ASSUMED, _OTHER_ASSUMED = 96, 97
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # An axis that is as long as the batch for these, too, is not one that is padded or cut to a length.
-# A program that needs groups has none for the first two of them.
-_CHECKED_LENGTHS = (1, 1048583, 2520 * 416)
+# A program that needs groups takes only the last one.
+_ONE, _LONG, _LONG_OF_GROUPS = 1, 1048583, 2520 * 416
 
 
 class Inferred(NamedTuple):
@@ -62,10 +63,12 @@ def inferred(step: Any) -> Inferred:
         graphs = _imported(step, placeholders, None, batch)
     assumed = _ASSUMED if has_unknown else None
     axes = axes_of(*graphs)
-    for length in _CHECKED_LENGTHS:
-        graph = _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
-        if graph is not None:
-            axes = {name: i for name, i in axes.items() if _fits(name, i, length, graphs[0], graph)}
+    for lengths in ((_ONE,), (_LONG, _LONG_OF_GROUPS)):
+        for length in lengths:
+            graph = _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
+            if graph is not None:
+                axes = _confirmed(axes, length, graphs[0], graph)
+                break
     other = has_unknown and _graph_for(
         step, placeholders, _OTHER_ASSUMED, dict.fromkeys(batch, LENGTHS[0])
     )
@@ -79,38 +82,44 @@ def _is_multiple(name: str, axis: int, graph: Any) -> bool:
     return shape.rank is None or shape[axis] is None or shape[axis] % LENGTHS[0] == 0
 
 
-def _fits(name: str, axis: int, length: int, first: Any, other: Any) -> bool:
-    """Return whether an axis has the examples of a batch of another length, too."""
-    x, y = (graph.get_tensor_by_name(name) for graph in (first, other))
-    if y.shape.rank is None:
-        return True
-    is_as_long = y.shape.rank == x.shape.rank and y.shape[axis] is not None
-    return is_as_long and bool(y.shape[axis] * LENGTHS[0] == x.shape[axis] * length)
+def _confirmed(axes: dict[str, int], length: int, first: Any, other: Any) -> dict[str, int]:
+    """Return the axes that have the examples of a batch of another length, too."""
+
+    def has_examples(name: str, axis: int) -> bool:
+        x, y = (graph.get_tensor_by_name(name).shape for graph in (first, other))
+        if y.rank is None:
+            return True
+        is_known = y.rank == x.rank and y[axis] is not None
+        return is_known and bool(y[axis] * LENGTHS[0] == x[axis] * length)
+
+    return {name: axis for name, axis in axes.items() if has_examples(name, axis)}
 
 
 def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:
-    """Return the tensors of a batch that have to be as long as the first one.
+    """Return the tensors of a batch that have to be as long as each other, as most are.
 
     Others, as unlabeled examples beside labeled ones, may have lengths of their own, and are not
     divided: TensorFlow infers the shapes of all results for another length of theirs. Where it
     cannot do that, all are as long.
     """
-    tied, others = [step.batch[0]], [*step.batch[1:]]
+    groups, rest = [], [*step.batch]
+    while rest:
+        tied = [rest.pop(0)]
+        while found := [name for name in rest if not _may_differ(step, placeholders, tied, name)]:
+            tied += found
+            rest = [name for name in rest if name not in found]
+        groups.append(tied)
+    largest = max(groups, key=len)
+    lengths = dict.fromkeys(step.batch, _OTHER_LENGTH) | dict.fromkeys(largest, LENGTHS[0])
+    graph = len(groups) > 1 and _graph_for(step, placeholders, assumed, lengths)
+    is_clear = graph and all(map(_is_known, graph.get_operations()))
+    return largest if is_clear else [*step.batch]
 
-    def is_possible(name: str) -> bool:
-        lengths = dict.fromkeys(tied, LENGTHS[0]) | {name: _OTHER_LENGTH}
-        return _graph_for(step, placeholders, assumed, lengths) is not None
 
-    while found := [name for name in others if not is_possible(name)]:
-        tied += found
-        others = [name for name in others if name not in found]
-    if not others:
-        return [*step.batch]
-    lengths = dict.fromkeys(tied, LENGTHS[0]) | dict.fromkeys(others, _OTHER_LENGTH)
-    graph = _graph_for(step, placeholders, assumed, lengths)
-    if graph is None or not all(map(_is_known, graph.get_operations())):
-        return [*step.batch]
-    return tied
+def _may_differ(step: Any, placeholders: dict[str, Any], tied: Sequence[str], name: str) -> bool:
+    """Return whether a tensor may be longer than some that are as long as each other."""
+    lengths = dict.fromkeys(tied, LENGTHS[0]) | {name: _OTHER_LENGTH}
+    return _graph_for(step, placeholders, None, lengths) is not None
 
 
 def _graph_for(

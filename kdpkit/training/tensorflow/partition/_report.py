@@ -48,12 +48,14 @@ def sentence_of(step: Any, graph: Any) -> str:
 
 def shares_of_whole(step: Any, graph: Any) -> Any:
     """Return the share of a step's work of what is computed whole, by operation and place."""
-    operations = graph.first.get_operations()
-    total = sum(_work(op) for op in operations if _has_examples(graph, op.outputs)) or 1.0
+    # Of sums there is one, which has to be computed with once.
+    whole = [
+        op for op in graph.whole if any(graph.of(x) is WHOLE for x in (*op.inputs, *op.outputs))
+    ]
+    divided = [op for op in graph.first.get_operations() if _has_examples(graph, op.outputs)]
+    total = sum(map(_work, {*divided, *whole})) or 1.0
     shares: Any = collections.Counter()
-    for op in graph.whole:
-        if not any(graph.of(x) is WHOLE for x in [*op.inputs, *op.outputs]):
-            continue  # of sums, of which there is one
+    for op in whole:
         shares[f"`{op.type}`{_place(step.graph, op.name)}"] += _work(op) / total
     return shares
 

@@ -128,20 +128,26 @@ def entry_by_entry(op: Operation) -> list[Any] | None:
         return None
     if None in ranks:  # an entry of a list
         return [op.labels[0]] if len({*op.labels}) == 1 else None
-    from_end = {
-        (rank or 0) - label.axis
-        for rank, label in zip(ranks, op.labels, strict=True)
+    found = _aligned(op)
+    return found and found * len(op.outputs)
+
+
+def _aligned(op: Operation) -> list[Any] | None:
+    """Label the output of inputs whose axes are matched from the last one, as in broadcasts."""
+    rank = op.outputs[0].shape.rank
+    ends = {
+        x.shape.rank - label.axis
+        for x, label in zip(op.inputs, op.labels, strict=True)
         if isinstance(label, Split)
     }
-    if len(from_end) != 1:
+    if rank is None or len(ends) != 1:
         return None
-    (end,) = from_end
+    (end,) = ends
     for x, label in zip(op.inputs, op.labels, strict=True):
         is_shared = not isinstance(label, Split)
         if is_shared and x.shape.rank >= end and x.shape[x.shape.rank - end] != 1:
             return None
-    rank = op.outputs[0].shape.rank
-    return None if rank is None else [Split(rank - end)] * len(op.outputs)
+    return [Split(rank - end)]
 
 
 def _of_lists_entry_by_entry(op: Operation) -> list[Any] | None:
@@ -336,24 +342,13 @@ def product_of_batches(op: Operation) -> list[Any] | None:
         if isinstance(label, Split)
     }
     if min(from_end) > 2:
-        return _batched(op, rank, from_end)
+        return _aligned(op)
     if max(from_end) > 2:
         return None
     rows = Split(ranks[0] - 1 - (not op.attr("adj_x")))
     columns = Split(ranks[1] - 1 - bool(op.attr("adj_y")))
     a, b = op.labels
     return _product(a, b, (rows, columns), rank - 2, rank - 1, ranks)
-
-
-def _batched(op: Operation, rank: int, from_end: set[int]) -> list[Any] | None:
-    if len(from_end) != 1:
-        return None
-    (end,) = from_end
-    for x, label in zip(op.inputs, op.labels, strict=True):
-        is_shared = not isinstance(label, Split)
-        if is_shared and x.shape.rank >= end and x.shape[x.shape.rank - end] != 1:
-            return None
-    return [Split(rank - end)]
 
 
 def _product(

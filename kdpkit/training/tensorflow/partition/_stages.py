@@ -13,7 +13,6 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import (
     add_function,
     function_of_operations,
-    graph_pb2,
     importer,
     kernels_for_xla,
     uid,
@@ -49,21 +48,22 @@ def compiled(
     _keep_order_of_state(graph_def, graph, values)
     stages = _stages(graph_def, graph, devices)
     members, read = collections.defaultdict[_Stage, list[Any]](list), {*outputs}
-    result = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
+    result = Nodes(graph_def.versions)
+    result.graph_def.library.CopyFrom(graph_def.library)
     for node in graph_def.node:
         stage = stages.get(node.name)
         read.update(name for name in node.input if stages.get(_source(name)) != stage)
-        (result.node if stage is None else members[stage]).append(node)
+        (result.graph_def.node if stage is None else members[stage]).append(node)
     renamed = {f"^{name}": "^stage_{}_of_device_{}".format(*stages[name]) for name in stages}
     for stage, nodes in members.items():
         operations = [graph.get_operation_by_name(node.name) for node in nodes]
         name = "stage_{}_of_device_{}".format(*stage)
-        result.node.append(_called(name, operations, nodes[0].device, read, renamed))
-    for node in result.node:
+        _add_call(result, name, operations, nodes[0].device, read, renamed)
+    for node in result.graph_def.node:
         names = [renamed.get(name, name) for name in node.input]
         del node.input[:]
         node.input.extend(names)
-    return result, [name and renamed.get(name, name) for name in outputs]
+    return result.graph_def, [name and renamed.get(name, name) for name in outputs]
 
 
 def _imported(graph_def: Any, values: dict[str, Any]) -> Any:
@@ -121,10 +121,10 @@ def _is_compiled(op: tf.Operation) -> bool:
     return may_be and op.type in kernels_for_xla()
 
 
-def _called(
-    name: str, operations: Sequence[Any], device: str, read: Any, renamed: dict[str, str]
-) -> Any:
-    """Return the call of a function of operations, of which others read some results."""
+def _add_call(
+    nodes: Nodes, name: str, operations: Sequence[Any], device: str, read: Any, renamed: Any
+) -> None:
+    """Add the call of a function of operations, of which others read some results."""
     inside = {op.name for op in operations}
     inputs = {x.name: x for op in operations for x in op.inputs if x.op.name not in inside}
     outputs = [x for op in operations for x in op.outputs if x.name in read]
@@ -133,7 +133,6 @@ def _called(
     function.attr["_XlaMustCompile"].b = True
     add_function(function)
     renamed.update((x.name, f"{name}:{i}") for i, x in enumerate(outputs))
-    nodes = Nodes(graph_pb2.GraphDef().versions)
     nodes.add(
         name,
         "PartitionedCall",
@@ -144,7 +143,6 @@ def _called(
         Tout=[x.dtype for x in outputs],
         _XlaMustCompile=True,
     )
-    return nodes.graph_def.node[0]
 
 
 def _source(name: str) -> str:
