@@ -29,14 +29,15 @@ class Bodies:
 
     Args:
         step: The traced step.
+        longer: How many examples the second graph of each function is for.
 
     Attributes:
         inputs: The labels with which a loop or condition is run in parts, by its name.
         failed: The operations for which devices need the examples of others.
     """
 
-    def __init__(self, step: Any) -> None:
-        self._graph = step.graph
+    def __init__(self, step: Any, longer: int) -> None:
+        self._graph, self._longer = step.graph, longer
         library = step.graph_def.library.function
         self._functions = {function.signature.name: function for function in library}
         self.inputs: dict[str, list[Any]] = {}
@@ -139,9 +140,8 @@ class Bodies:
     ) -> list[Any] | None:
         """Return the labels of a function's outputs; None if it needs examples of others."""
         (first, inputs, outputs), (second, _, _) = body
-        inferred = _inference.Inferred(
-            (first, second), [], _inference.axes_of(first, second), is_assumed=False
-        )
+        axes = _inference.axes_of(first, second, self._longer)
+        inferred = _inference.Inferred((first, second), [], axes, False, self._longer)
         given = dict(zip(inputs, labels, strict=True))
         graph = LabelledGraph(inferred, given, self, zeros=[inputs[i] for i in zeros])
         needs_others = graph.whole or WHOLE in graph.labels.values()

@@ -1,7 +1,9 @@
 """A step of one device, divided among the devices of a mesh."""
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +43,24 @@ def run_divided(
             raise
         _warn(error)
         return function(batch)
+    return _computed(mesh, step, variables, jit=jit)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Do not look for garbage for a while, to which a third of the time of making graphs goes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_garbage_kept()
+def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> Any:
+    """Add a traced step to the current graph, divided, and return what it returns."""
     values, copies = _with_copies(step, variables)
     _require_all_copies(step, values, copies)
     graph_def, outputs = step.graph_def, step.outputs
@@ -80,7 +100,7 @@ def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]
         for name, (_, inner) in step.inputs.items()
     }
     given |= {name: Split(0) for name in inferred.batch}
-    bodies = Bodies(step)
+    bodies = Bodies(step, inferred.longer)
     graph = LabelledGraph(inferred, given, bodies, copies)
     if bodies.failed:  # If one loop of a chain cannot be divided, none is.
         return inferred, LabelledGraph(inferred, given, None, copies), None

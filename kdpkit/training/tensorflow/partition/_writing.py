@@ -14,6 +14,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import add_function
 from kdpkit.training.tensorflow.partition import _rules
 from kdpkit.training.tensorflow.partition._exchanges import Exchanges
+from kdpkit.training.tensorflow.partition._inference import LENGTH
 from kdpkit.training.tensorflow.partition._labels import (
     PARTIAL,
     SAME,
@@ -314,7 +315,7 @@ class Writer:
         """Return how many entries each example has along an axis."""
         length = None if x.shape.rank is None else x.shape[axis]
         if length is not None and not self._inferred.is_assumed:
-            return self.nodes.constant(length // self._inferred.length)
+            return self.nodes.constant(length // LENGTH)
         entries = self.nodes.entry(self.nodes.shape(tensor, x.dtype), axis)
         return self.nodes.once("FloorDiv", [entries, num_examples], T=tf.int32)
 
