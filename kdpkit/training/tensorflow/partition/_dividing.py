@@ -41,7 +41,7 @@ def run_divided(
     except Exception as error:
         if isinstance(error, errors.InputError) or _traced_step.length_of(batch) is None:
             raise
-        _warn(error)
+        warnings.warn(_why_whole(error), stacklevel=2)
         return function(batch)
     return _computed(mesh, step, variables, jit=jit)
 
@@ -70,7 +70,7 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
         try:
             writer, names = written(step, mesh, copies)
         except ValueError as error:  # TensorFlow's, of shapes
-            _warn(error)
+            warnings.warn(_why_whole(error), stacklevel=2)
             return _imported(graph_def, values, outputs, step.structure)
         total = _length_of_all(values, names)
         values |= numbers_of_examples(split(total, mesh.num_parts, mesh.local))
@@ -84,12 +84,21 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     return _imported(graph_def, values, outputs, step.structure)
 
 
-def _warn(error: Exception) -> None:
-    warnings.warn(
+def _why_whole(error: Exception) -> str:
+    return (
         "One device computes the step for all examples, because it does not work for batches of "
-        f"any length: {checks.reason_of(error)}",
-        stacklevel=2,
+        f"any length: {checks.reason_of(error)}"
     )
+
+
+def sentence_of_whole(function: Callable[[Any], Any], batch: Any, variables: dict[int, Any]) -> str:
+    """Return what of a step one device would compute for all; none if that is hardly any work."""
+    step = _traced_step.traced(function, batch)
+    try:
+        _, graph, _ = labelled(step, _with_copies(step, variables)[1])
+    except ValueError as error:
+        return _why_whole(error)
+    return _report.sentence_of(step, graph)
 
 
 def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]:
