@@ -193,6 +193,18 @@ def test_groups_that_span_examples_are_whole():
     assert_equal([exact(x)], [step(x)])
 
 
+def test_an_axis_that_is_cut_to_a_length_is_whole_where_others_are_unknown():
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])])
+    def step(x):
+        x = tf.slice(x, [0, 0, 0], [tf.minimum(tf.shape(x)[0], 6000), -1, -1])
+        return tf.reduce_sum(tf.matmul(x * 2.0, tf.ones([5, 3]), transpose_a=True), 0)
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    x = np.ones([7000, 5, 2], "float32")
+    assert_equal([exact(x)], [step(x)])
+
+
 def test_a_tensor_that_nothing_uses_leaves_the_others_divided(capsys):
     kernel = tf.reshape(tf.range(36.0), (12, 3))
 

@@ -133,9 +133,11 @@ class LabelledGraph:
     def _trusted(self, op: tf.Operation, found: list[Any]) -> list[Any] | None:
         """Return what a rule has found, unless the inferred lengths contradict it."""
         for x, label in zip(op.outputs, found, strict=True):
-            axis = self.axes.get(x.name)
-            if isinstance(label, Split) and axis != label.axis and x.shape.is_fully_defined():
-                return None
+            axis, wanted = self.axes.get(x.name), getattr(label, "axis", None)
+            if isinstance(label, Split) and axis != wanted:
+                is_known = x.shape.rank is not None and x.shape[wanted] is not None
+                if is_known or axis is not None:
+                    return None
             if label is PARTIAL and axis is not None:
                 return None
         return found
