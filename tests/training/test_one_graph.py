@@ -127,6 +127,9 @@ DIVIDED = {
     "convolution": lambda x: tf.nn.conv2d(x, KERNEL, 1, "SAME"),
     "pooling": lambda x: tf.nn.max_pool2d(x, 2, 2, "SAME"),
     "softmax": lambda x: tf.nn.softmax(x),
+    "bands": lambda x: tf.linalg.band_part(x, 1, 0),
+    "bands of another axis": lambda x: tf.linalg.band_part(tf.transpose(x, (1, 0, 2, 3)), 0, -1),
+    "band of a sum": lambda x: tf.linalg.band_part(tf.reduce_sum(x, [0, 1]), 0, 1),
     "transposed": lambda x: tf.transpose(x, (3, 1, 0, 2)) * 2,
     "another axis": lambda x: tf.reduce_sum(tf.transpose(x, (1, 0, 2, 3)), 0),
     "expanded": lambda x: tf.squeeze(tf.expand_dims(x, 1), [1]) * 2,
@@ -155,6 +158,8 @@ WHOLE = {
     "all but the first": lambda x: x[1:] * 2,
     "running total of examples": lambda x: tf.cumsum(x, 0),
     "softmax over examples": lambda x: tf.nn.softmax(x, 0),
+    "band with a row of each": lambda x: tf.linalg.band_part(x[:, 0, 0], 0, -1),
+    "band with a column of each": lambda x: tf.linalg.band_part(tf.transpose(x[:, 0, 0]), 1, 0),
     "twice": lambda x: tf.concat([x, x], 0) * 2,
     "similarities": lambda x: (
         tf.reshape(x, (tf.shape(x)[0], -1)) @ tf.transpose(tf.reshape(x, (tf.shape(x)[0], -1)))

@@ -53,7 +53,9 @@ GENERATING = kinds(
     "BroadcastGradientArgs While StatelessWhile"
 )
 # A sum of terms goes through them: the operation on terms gives terms.
-LINEAR = kinds("Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2")
+LINEAR = kinds(
+    "Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2 MatrixBandPart"
+)
 # The inputs that are shapes or sizes of an output, or of entries of a list.
 SHAPES: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
@@ -221,13 +223,14 @@ def example_by_example(op: Operation) -> list[Any] | None:
     return [Split(0)] * len(op.outputs)
 
 
-# The last axis belongs together.
+# The last axis belongs together: of matrices the last two.
 
 
-@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize")
+@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize MatrixBandPart")
 def row_by_row(op: Operation) -> list[Any] | None:
     label, rank = op.labels[0], op.rank()
-    if not isinstance(label, Split) or rank is None or label.axis == rank - 1:
+    num_together = 2 if op.kind == "MatrixBandPart" else 1
+    if not isinstance(label, Split) or rank is None or label.axis >= rank - num_together:
         return None
     return [label] * len(op.outputs) if op.are_same(*range(1, len(op.labels))) else None
 
