@@ -50,7 +50,9 @@ class LabelledGraph:
         # Computed of variables and constants alone, whatever their lengths are.
         self._without_batch = {name for name, label in given.items() if label is SAME}
         self.unbroadcast: dict[str, Any] = {}  # sums that undo a broadcast, as the rules find them
-        self.whole: list[tf.Operation] = []  # that are computed whole, for want of a rule
+        # What the first device computes of parts or terms, or of all examples: for want of a rule,
+        # or because it needs a sum, which is no loss.
+        self.whole: list[tf.Operation] = []
         for op in self.first.get_operations():
             if op.type != "Placeholder":
                 self._label(op)
@@ -107,6 +109,7 @@ class LabelledGraph:
                 return self._trusted(op, [PARTIAL] * len(op.outputs))
             if self.is_body:  # where nothing adds them up
                 return None
+            # It needs the sum: the terms are added up, and devices get copies (`Writer._whole`).
             labels = [SAME if label is PARTIAL else label for label in labels]
         if WHOLE in labels:
             if not any(map(is_divided, labels)) and op.type not in _rules.HEAVY:

@@ -11,7 +11,11 @@ from kdpkit.training.tensorflow._keras_internals import tensor_util
 
 
 class Label(enum.Enum):
-    """What devices have of a tensor, if it is neither divided nor a list."""
+    """What devices have of a tensor, if it is neither divided nor a list.
+
+    What is `SAME` may be computed of all examples, as the mean of a batch is: the first device then
+    computes it, and others get copies.
+    """
 
     SAME = "all of it, which does not depend on the batch's length"
     SIZE = "a number or a shape that counts examples"

@@ -1,8 +1,10 @@
 """What can be computed in parts: a rule for each family of operations.
 
-A rule gets an operation of which at least one input is divided, and returns the labels of its
-outputs; None if it needs examples of other devices. The law of every rule: the operation on the
-parts of its inputs gives the parts of its outputs.
+A rule gets an operation of which at least one input is divided (unless it is `GENERATING`), and
+returns the labels of its outputs; None if it needs examples of other devices. To all rules but that
+of loops a sum of terms is `SAME`: `LINEAR` decides what is computed of terms. The law of every
+rule: the operation on the parts of its inputs gives the parts of its outputs, or terms that add up
+to them. A mean of a part becomes a term when it is written: `Writer._write_divided` scales it.
 """
 
 import math
@@ -52,11 +54,13 @@ GENERATING = kinds(
     "TensorListReserve TensorListFromTensor TensorListSetItem TensorListPushBack ZerosLike "
     "BroadcastGradientArgs While StatelessWhile"
 )
-# A sum of terms goes through them: the operation on terms gives terms.
+# The operation on terms of a sum gives terms, which are added up later, or never. It needs a rule,
+# too, for what is split.
 LINEAR = kinds(
     "Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2 MatrixBandPart"
 )
-# The inputs that are shapes or sizes of an output, or of entries of a list.
+# The inputs that are shapes or sizes of an output, or of entries of a list. They are computed for
+# all examples, and each device gets the shape of its part instead (`Writer._argument`).
 SHAPES: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
     "Fill": (0,),
@@ -279,7 +283,8 @@ def reduction(op: Operation) -> list[Any] | None:
 
 def _reduced(op: Operation, axis: int, over: set[int]) -> list[Any] | None:
     if axis in over:
-        # A mean is scaled by a device's share, which the body of a condition does not know.
+        # `Writer._write_divided` scales a part's mean by the device's share of the examples, which
+        # the body of a loop or condition does not know.
         is_scaled = op.kind == "Mean" and not op.outputs[0].dtype.is_integer
         is_sum = op.kind == "Sum" or (is_scaled and not op.graph.is_body)
         return [PARTIAL] if is_sum else None
@@ -287,9 +292,11 @@ def _reduced(op: Operation, axis: int, over: set[int]) -> list[Any] | None:
 
 
 def _unbroadcast(op: Operation, axis: int) -> list[Any] | None:
-    """Label the gradient of an input that may have been broadcast: a sum over what was.
+    """Label the sum that makes the gradient of an input which may have been broadcast.
 
-    A `Reshape` gives it the input's shape, and has the same label.
+    It is a term if the input was repeated for all examples, as a bias is; an input that had
+    examples gets those of its gradient. A `Reshape` gives the sum the input's shape, and has the
+    same label.
     """
     users = op.outputs[0].consumers()
     are_gradients = op.inputs[1].op.type == "BroadcastGradientArgs" and op.kind == "Sum"

@@ -229,6 +229,7 @@ class Writer:
         return self._exchanges.gathered(whole, x, axis, lengths)
 
     def _may_borrow(self, i: int) -> bool:
+        """Return whether a device may have no example of its own: only the first always has."""
         return bool(i) or not self._is_first_process
 
     def _unborrowed(self, part: str, x: tf.Tensor, axis: int, i: int) -> str:
@@ -241,7 +242,11 @@ class Writer:
         return self._sliced(f"{name}/unborrowed", part, x, begin, size, self.devices[i])
 
     def _scaled(self, part: str, x: tf.Tensor, number: str, i: int) -> str:
-        """Return a device's term of a sum: by its share of the examples, or zero if it has none."""
+        """Return a device's term of a sum, times one of its numbers.
+
+        `SHARES`, its part of all examples, makes a mean a term; `HAS_EXAMPLES`, one or zero, leaves
+        out what was computed of a borrowed example.
+        """
         device, dtype = self.devices[i], x.dtype
         factor = self.nodes.cast(number.format(i), tf.float64, dtype, device)
         # Of a borrowed example the term may be no number.
