@@ -12,12 +12,12 @@ from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
 from kdpkit.training.tensorflow._keras_internals import FuncGraph, importer, next_turn
-from kdpkit.training.tensorflow._split import split
 from kdpkit.training.tensorflow.partition import _inference, _report, _rules, _stages, _traced_step
 from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._exchanges import TURN
 from kdpkit.training.tensorflow.partition._labelling import LabelledGraph
 from kdpkit.training.tensorflow.partition._labels import SAME, WHOLE, Split
+from kdpkit.training.tensorflow.partition._parts import parts_of
 from kdpkit.training.tensorflow.partition._writing import Writer, numbers_of_examples
 
 
@@ -73,7 +73,7 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
             warnings.warn(_why_whole(error), stacklevel=2)
             return _imported(graph_def, values, outputs, step.structure)
         total = _length_of_all(values, names)
-        values |= numbers_of_examples(split(total, mesh.num_parts, mesh.local))
+        values |= numbers_of_examples(parts_of(total, mesh.num_parts, mesh.local))
         if mesh.num_processes > 1:
             values[TURN] = next_turn(mesh, "step")
         _report.report(step, writer.graph)
