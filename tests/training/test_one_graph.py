@@ -107,6 +107,11 @@ def either(x, function):
     return tf.cond(tf.reduce_sum(x) > 0, lambda: function(x), lambda: function(x * 2))
 
 
+@tf.custom_gradient
+def with_own_gradient(x, y):
+    return (x, y + 1), lambda *upstream: tuple(gradient * 3 for gradient in upstream)
+
+
 # The law of every rule: a function of a batch is the same, and is divided.
 
 TABLE = tf.reshape(tf.range(12.0), (4, 3))
@@ -140,6 +145,23 @@ DIVIDED = {
     "padded": lambda x: tf.pad(x, [[0, 0], [1, 0], [0, 0], [0, 2]]) * 2,
     "slice": lambda x: x[:, 1:, 0, ::-1] * 2,
     "new axis": lambda x: x[:, tf.newaxis, 1] * 2,
+    "last of each": lambda x: x[..., 0] * 2,
+    "others of each": lambda x: x[:, ..., tf.newaxis, 1, ::2] * 2,
+    "of an axis before": lambda x: tf.transpose(x, (1, 0, 2, 3))[1, ..., :2] * 2,
+    "rolled windows": lambda x: tf.roll(x, [1, 2], [1, 2]) * 2,
+    "diagonals": lambda x: tf.linalg.diag(tf.linalg.diag_part(x)) * 2,
+    "waves": lambda x: tf.math.real(tf.signal.fft2d(tf.cast(x, tf.complex64))) * 2,
+    "a gradient of its own": lambda x: with_own_gradient(x, x[:, :1])[1] * 2,
+    "moved images": lambda x: (
+        tf.raw_ops.ImageProjectiveTransformV3(
+            images=x,
+            transforms=tf.reshape(x, (-1, 48))[:, :8] / 9 + [1.0, 0, 0, 0, 1, 0, 0, 0],
+            output_shape=[4, 4],
+            fill_value=0.0,
+            interpolation="BILINEAR",
+        )
+        * 2
+    ),
     "looked up": lambda x: tf.gather(TABLE, tf.cast(x[:, 0, 0] > 0, tf.int32)),
     "looked up in each": lambda x: tf.gather(x, [2, 0], axis=3) * 2,
     "largest position": lambda x: tf.argmax(x, -1) * 2,
@@ -154,6 +176,8 @@ DIVIDED = {
     "loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 3, keepdims=True) / 9,), x),
 }
 WHOLE = {
+    "all but the first of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 1:] * 2,
+    "one of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 0] * 2,
     "backwards": lambda x: x[::-1] * 2,
     "all but the first": lambda x: x[1:] * 2,
     "running total of examples": lambda x: tf.cumsum(x, 0),

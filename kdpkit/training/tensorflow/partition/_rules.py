@@ -198,6 +198,7 @@ _EXAMPLE_BY_EXAMPLE = {
     "DepthToSpace": "x",
     "SpaceToDepth": "x",
     "ExtractImagePatches": "x",
+    "ImageProjectiveTransformV3": "xxss",
     "AdjustContrastv2": "xs",
     "AdjustHue": "xs",
     "AdjustSaturation": "xs",
@@ -229,11 +230,14 @@ def example_by_example(op: Operation) -> list[Any] | None:
 
 # The last axis belongs together: of matrices the last two.
 
+_OF_MATRICES = kinds("FFT2D IFFT2D MatrixBandPart MatrixDiagPartV3")
 
-@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize MatrixBandPart")
+
+@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize MatrixDiagV3")
+@rule(" ".join(_OF_MATRICES))
 def row_by_row(op: Operation) -> list[Any] | None:
     label, rank = op.labels[0], op.rank()
-    num_together = 2 if op.kind == "MatrixBandPart" else 1
+    num_together = 2 if op.kind in _OF_MATRICES else 1
     if not isinstance(label, Split) or rank is None or label.axis >= rank - num_together:
         return None
     return [label] * len(op.outputs) if op.are_same(*range(1, len(op.labels))) else None
@@ -492,12 +496,20 @@ def running_total(op: Operation) -> list[Any] | None:
     return None if at in (None, label.axis) else [label]
 
 
-@rule("ReverseV2")
-def reverse(op: Operation) -> list[Any] | None:
-    label, at, rank = op.labels[0], op.value(1), op.rank()
-    if at is None or rank is None:
+@rule("ReverseV2 Roll")
+def moved_along_axes(op: Operation) -> list[Any] | None:
+    """Follow an axis of examples along which nothing moves; the last input has those that do."""
+    (label, *others), at, rank = op.labels, op.value(len(op.inputs) - 1), op.rank()
+    if at is None or rank is None or any(other is not SAME for other in others):
         return None
-    return None if label.axis in {int(i) % rank for i in at} else [label]
+    return None if label.axis in {int(i) % rank for i in at.ravel()} else [label]
+
+
+@rule("IdentityN")
+def identities(op: Operation) -> list[Any] | None:
+    """Pass all on, as functions with gradients of their own do."""
+    are_passed = all(label is SAME or isinstance(label, Split) for label in op.labels)
+    return [*op.labels] if are_passed else None
 
 
 @rule("OneHot")
@@ -648,26 +660,35 @@ def _sliced_axes(op: Operation, axis: int, *, is_forward: bool) -> int | None:
         name: op.attr(f"{name}_mask")
         for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     }
-    strides = op.value(3)
-    if masks["ellipsis"] or strides is None:
+    strides, rank = op.value(3), op.rank() if is_forward else op.outputs[0].shape.rank
+    if strides is None or rank is None:
         return None
+    num_given = sum(
+        not (masks["new_axis"] | masks["ellipsis"]) >> i & 1 for i in range(len(strides))
+    )
     inner = outer = 0  # the axis before the slice, and after it
     for i, stride in enumerate(strides):
         has = {name: bool(mask >> i & 1) for name, mask in masks.items()}
-        if has["new_axis"]:
-            if not is_forward and outer == axis:
+        here, there = (inner, outer) if is_forward else (outer, inner)
+        length = rank - num_given if has["ellipsis"] else 1
+        is_inside = here <= axis < here + length
+        if has["ellipsis"]:
+            if is_inside:
+                return there + axis - here
+            inner, outer = inner + length, outer + length
+        elif has["new_axis"]:
+            if not is_forward and is_inside:
                 return None
             outer += 1
-            continue
-        if has["shrink_axis"]:
-            if is_forward and inner == axis:
+        elif has["shrink_axis"]:
+            if is_forward and is_inside:
                 return None
             inner += 1
-            continue
-        if axis == (inner if is_forward else outer):
+        elif is_inside:
             is_all = has["begin"] and has["end"] and stride == 1
-            return (outer if is_forward else inner) if is_all else None
-        inner, outer = inner + 1, outer + 1
+            return there if is_all else None
+        else:
+            inner, outer = inner + 1, outer + 1
     return outer + axis - inner if is_forward else inner + axis - outer
 
 
