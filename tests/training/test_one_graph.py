@@ -110,6 +110,18 @@ def either(x, function):
 @tf.custom_gradient
 def with_own_gradient(x, y):
     return (x, y + 1), lambda *upstream: tuple(gradient * 3 for gradient in upstream)
+def listed(x):
+    """Return a list of parts of each example."""
+    entries = tf.TensorArray(tf.float32, 0, dynamic_size=True, clear_after_read=False)
+    return tf.while_loop(
+        lambda i, _: i < 4, lambda i, a: (i + 1, a.write(i, x[:, i])), (0, entries)
+    )[1]
+
+
+def swapped(x, size):
+    """Return parts of each example in the other order."""
+    first, second = tf.split(x, [size, 4 - size], 1)
+    return tf.reshape(tf.concat([second, first * 2], 1), (-1, 4, 4, 3))
 
 
 # The law of every rule: a function of a batch is the same, and is divided.
@@ -174,6 +186,9 @@ DIVIDED = {
         lambda y, z: (y, z + tf.reduce_sum(y, 0)), x, tf.zeros((4, 4, 3))
     ),
     "loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 3, keepdims=True) / 9,), x),
+    "numbers of a loop": lambda x: x * tf.map_fn(lambda i: i * i, tf.range(3.0)),
+    "list without entries": lambda x: x + tf.TensorArray(tf.float32, 3, element_shape=[]).stack(),
+    "length of a list": lambda x: x * tf.cast(listed(x).size(), tf.float32),
 }
 WHOLE = {
     "all but the first of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 1:] * 2,
@@ -198,6 +213,19 @@ WHOLE = {
     "sizes in a loop": lambda x: looped(lambda y: (y * tf.shape(y)[0],), tf.cast(x * 9, tf.int32)),
     "a length in a loop": lambda x: looped(
         lambda y: (y + tf.reduce_sum(y[:, :, : tf.shape(y)[0] % 3 + 1], 2, keepdims=True),), x
+    ),
+    "divided at a length in a loop": lambda x: looped(
+        lambda y: (swapped(y, tf.shape(y)[0] % 3),), x
+    ),
+    "padded with a length in a loop": lambda x: looped(
+        lambda y: (
+            tf.pad(y[:, 1:], [[0, 0], [0, 1], [0, 0], [0, 0]], constant_values=tf.shape(y)[0]),
+        ),
+        tf.cast(x * 9, tf.int32),
+    ),
+    "entries of a list": lambda x: listed(x).gather([2, 0]),
+    "scattered into a list": lambda x: (
+        tf.TensorArray(tf.float32, 4).scatter([3, 1, 0, 2], tf.transpose(x, (1, 0, 2, 3))).stack()
     ),
     "sum used in a loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 0) / 9,), x),
     "sum squared in a loop": lambda x: looped(

@@ -15,10 +15,10 @@ from kdpkit.training.tensorflow.partition._labels import (
     SAME,
     SIZE,
     WHOLE,
-    ListOf,
     Operation,
     Split,
     is_divided,
+    is_list,
     is_size,
 )
 
@@ -85,7 +85,7 @@ class LabelledGraph:
             differs = _is_stateful(op) or (has_size and any(label is not SIZE for label in found))
             if (needs_examples and op.outputs) or (self.is_body and differs):
                 self.whole.append(op)
-            if self.bodies and any(isinstance(label, ListOf) for label in labels):
+            if self.bodies and any(map(is_list, labels)):
                 self.bodies.failed.append(op)  # Lists of parts cannot be joined.
         self.labels.update((x.name, label) for x, label in zip(op.outputs, found, strict=True))
 
@@ -122,9 +122,11 @@ class LabelledGraph:
                 return None
         if not any(map(is_divided, labels)) and op.type not in _rules.GENERATING:
             return None
-        # A place among a device's examples is not that among all.
-        if self.is_body and op.type in _PLACED and any(label is SIZE for label in labels):
-            return None
+        # The number of a device's examples is that of all only as a length of its parts.
+        if self.is_body and not has_bodies:
+            counting = _rules.COUNTING.get(op.type, ())
+            if any(is_size(label) and i not in counting for i, label in enumerate(labels)):
+                return None
         found = rule(Operation(op, labels, self))
         return found and self._trusted(op, found)
 
@@ -146,7 +148,6 @@ class LabelledGraph:
         return found
 
 
-_PLACED = ("StridedSlice", "Slice", "Tile", "TensorListGetItem", "TensorListSetItem")
 _READS = ("ReadVariableOp", "VariableShape")
 
 

@@ -79,6 +79,15 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "TensorListPopBack": (1,),
     "TensorListStack": (1,),
 }
+# What else may count a device's own examples in a loop, where a number is not that of all.
+COUNTING: dict[str, tuple[int, ...]] = SHAPES | {
+    "BroadcastGradientArgs": (0, 1),
+    "Sum": (1,),
+    "EmptyTensorList": (0,),
+    "TensorListReserve": (0,),
+    "TensorListPushBack": (1,),
+    "TensorListSetItem": (2,),
+}
 
 
 def axis_of_shape(kind: str, labels: Sequence[Any]) -> int | None:
@@ -130,7 +139,7 @@ def entry_by_entry(op: Operation) -> list[Any] | None:
     if any(map(is_list, op.labels)):
         return _of_lists_entry_by_entry(op)
     ranks = [x.shape.rank for x in op.inputs]
-    if not op.splits or (op.graph.is_body and any(map(is_size, op.labels))):
+    if not op.splits:
         return None
     if None in ranks:  # an entry of a list
         return [op.labels[0]] if len({*op.labels}) == 1 else None
@@ -564,6 +573,8 @@ def pad(op: Operation) -> list[Any] | None:
 @rule("Slice")
 def cut_out(op: Operation) -> list[Any] | None:
     label, begin, rank = op.labels[0], op.inputs[1], op.rank()
+    if op.graph.is_body and op.labels[2] is SIZE:  # along which axis?
+        return None
     begins = tf.get_static_value(begin, partial=True)
     is_gradient = begin.op.type == "ConcatOffset"
     if is_gradient:  # It is zero, but along the axis that was joined.
@@ -704,7 +715,14 @@ def lists(op: Operation) -> list[Any] | None:
     if not op.graph.bodies or (is_reserved and is_size(op.labels[0]) and not op.graph.is_body):
         return None
     of_kind = _LIST_RULES.get(op.kind)
-    return of_kind(op.labels) if of_kind else None
+    found = of_kind(op.labels) if of_kind else None
+    if op.graph.is_body or not found:
+        return found
+    if isinstance(found[0], ShapeOf):  # which only a list of parts has
+        return None
+    # Outside of loops nothing more is written to a list that is new.
+    is_entry = op.outputs[-1].dtype != tf.variant and found[-1] is NEW_LIST
+    return [*found[:-1], SAME] if is_entry else found
 
 
 def _entry(labels: Any) -> Any:

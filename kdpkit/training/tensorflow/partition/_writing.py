@@ -113,7 +113,7 @@ class Writer:
         labels = [self.graph.of(x) for x in op.outputs]
         if op.type in _SIZES and any(isinstance(self.graph.of(x), Split) for x in op.inputs):
             self._write_sizes(op)
-        elif any(map(is_divided, labels)) or op.name in self._loops:
+        elif any(map(is_divided, labels)) or op.name in self._loops or self._has_lists(op):
             self._write_divided(op, labels)
         else:
             place = self._place(op)
@@ -121,6 +121,10 @@ class Writer:
             if place == self.home:
                 self.of_devices[name] = 0
             self._wholes.update((x.name, f"{name}:{x.value_index}") for x in op.outputs)
+
+    def _has_lists(self, op: tf.Operation) -> bool:
+        """Return whether an operation reads a list of a device's own."""
+        return any(is_list(self.graph.of(x)) for x in op.inputs)
 
     def _place(self, op: tf.Operation) -> str:
         """Return where what is not divided is computed: where the user, or its variable, is."""
