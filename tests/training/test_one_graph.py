@@ -107,9 +107,15 @@ def either(x, function):
     return tf.cond(tf.reduce_sum(x) > 0, lambda: function(x), lambda: function(x * 2))
 
 
+def compiled(function, x):
+    return tf.function(function, jit_compile=True)(x)
+
+
 @tf.custom_gradient
 def with_own_gradient(x, y):
     return (x, y + 1), lambda *upstream: tuple(gradient * 3 for gradient in upstream)
+
+
 def listed(x):
     """Return a list of parts of each example."""
     entries = tf.TensorArray(tf.float32, 0, dynamic_size=True, clear_after_read=False)
@@ -174,6 +180,32 @@ DIVIDED = {
         )
         * 2
     ),
+    "softmax of another axis": lambda x: tf.nn.softmax(x, 1),
+    "einsum of others": lambda x: tf.einsum("...wc,cd->...wd", x, TABLE[:3]),
+    "einsum of all others": lambda x: tf.einsum("n...c,n...c->nc...", x, x),
+    "one for all": lambda x: tf.tile(tf.ones((1, 1, 1, 1)), tf.shape(x)) * x,
+    "padded to a size": lambda x: (
+        tf.pad(x, [[0, tf.shape(x)[0] - tf.shape(x)[0]], [0, 6 - tf.shape(x)[1]], [0, 0], [0, 0]])
+        * 2
+    ),
+    "cut to sizes": lambda x: tf.slice(x, [0, 1, 0, 0], [tf.shape(x)[0], 2, -1, -1]) * 2,
+    "up to the last": lambda x: x[: tf.shape(x)[0], -1] * 2,
+    "last by its number": lambda x: tf.gather(x, [0, tf.shape(x)[1] - 1], axis=1) * 2,
+    "chosen": lambda x: tf.raw_ops.Select(condition=x > 0, x=x, y=-x),
+    "chosen examples": lambda x: tf.raw_ops.Select(condition=x[:, 0, 0, 0] > 0, x=x, y=-x),
+    "of a shape": lambda x: tf.ensure_shape(x, (None, 4, 4, 3)) * 2,
+    "compiled": lambda x: compiled(lambda y: tf.nn.conv2d(y, KERNEL, 1, "SAME"), x),
+    "compiled sum": lambda x: compiled(lambda y: tf.reduce_sum(y, 0), x),
+    "images moved alike": lambda x: (
+        tf.raw_ops.ImageProjectiveTransformV3(
+            images=x,
+            transforms=[[1.0, 0, 1, 0, 1, 0, 0, 0]],
+            output_shape=[4, 4],
+            fill_value=0.0,
+            interpolation="NEAREST",
+        )
+        * 2
+    ),
     "looked up": lambda x: tf.gather(TABLE, tf.cast(x[:, 0, 0] > 0, tf.int32)),
     "looked up in each": lambda x: tf.gather(x, [2, 0], axis=3) * 2,
     "largest position": lambda x: tf.argmax(x, -1) * 2,
@@ -191,6 +223,10 @@ DIVIDED = {
     "length of a list": lambda x: x * tf.cast(listed(x).size(), tf.float32),
 }
 WHOLE = {
+    "compiled, of all examples": lambda x: compiled(lambda y: y - tf.reduce_mean(y, 0), x),
+    "cut to five": lambda x: (
+        tf.slice(x, [0, 0, 0, 0], [tf.minimum(tf.shape(x)[0], 5), -1, -1, -1]) * 2
+    ),
     "all but the first of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 1:] * 2,
     "one of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 0] * 2,
     "backwards": lambda x: x[::-1] * 2,

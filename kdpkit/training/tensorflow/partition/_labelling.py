@@ -122,11 +122,13 @@ class LabelledGraph:
                 return None
         if not any(map(is_divided, labels)) and op.type not in _rules.GENERATING:
             return None
-        # The number of a device's examples is that of all only as a length of its parts.
-        if self.is_body and not has_bodies:
+        if not has_bodies:
             counting = _rules.COUNTING.get(op.type, ())
-            if any(is_size(label) and i not in counting for i, label in enumerate(labels)):
+            numbers = [i for i, label in enumerate(labels) if is_size(label) and i not in counting]
+            # The number of a device's examples is that of all only as a length of its parts.
+            if numbers and self.is_body:
                 return None
+            labels = [SAME if i in numbers else label for i, label in enumerate(labels)]
         found = rule(Operation(op, labels, self))
         return found and self._trusted(op, found)
 

@@ -8,6 +8,7 @@ to them. A mean of a part becomes a term when it is written: `Writer._write_divi
 """
 
 import math
+import string
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from kdpkit.training.tensorflow.partition._labels import (
     Split,
     is_list,
     is_size,
+    known,
     static_axis,
 )
 
@@ -39,7 +41,7 @@ def kinds(names: str) -> frozenset[str]:
 # TensorFlow calls these stateful, because they read a variable or call functions.
 STATELESS_IN_EFFECT = kinds("ResourceGather While If")
 READS = kinds("ReadVariableOp VariableShape ResourceGather ResourceGatherNd")
-WITH_BODIES = kinds("While StatelessWhile If StatelessIf")
+WITH_BODIES = kinds("While StatelessWhile If StatelessIf PartitionedCall")
 DRAWING = kinds("StatelessRandomUniformV2 StatelessRandomNormalV2")
 # Worth to be divided although all examples are on the first device.
 PRODUCTS = kinds(
@@ -52,7 +54,7 @@ HEAVY = PRODUCTS | WITH_BODIES | kinds("GatherV2 ResourceGather")
 GENERATING = kinds(
     "Fill BroadcastTo StatelessRandomUniformV2 StatelessRandomNormalV2 EmptyTensorList "
     "TensorListReserve TensorListFromTensor TensorListSetItem TensorListPushBack ZerosLike "
-    "BroadcastGradientArgs While StatelessWhile"
+    "BroadcastGradientArgs Tile While StatelessWhile"
 )
 # The operation on terms of a sum gives terms, which are added up later, or never. It needs a rule,
 # too, for what is split.
@@ -66,6 +68,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "Fill": (0,),
     "BroadcastTo": (1,),
     "Slice": (2,),
+    "Tile": (1,),
     "StridedSliceGrad": (0,),
     "Conv2DBackpropInput": (0,),
     "Conv3DBackpropInputV2": (0,),
@@ -90,8 +93,16 @@ COUNTING: dict[str, tuple[int, ...]] = SHAPES | {
 }
 
 
-def axis_of_shape(kind: str, labels: Sequence[Any]) -> int | None:
-    """Return which length of an input that is a shape counts examples, by the outputs' labels."""
+def axis_of_shape(kind: str, source: Any, labels: Sequence[Any]) -> int | None:
+    """Return which length of an input that is a shape counts examples.
+
+    Args:
+        kind: That of the operation.
+        source: The label of its first input.
+        labels: Those of its outputs.
+    """
+    if kind == "Tile" and isinstance(source, Split):  # It repeats along other axes.
+        return None
     label = labels[-1].label if isinstance(labels[-1], ListOf) else labels[-1]
     return label.axis - (kind == "TensorListStack") if isinstance(label, Split) else None
 
@@ -176,8 +187,24 @@ def _of_lists_entry_by_entry(op: Operation) -> list[Any] | None:
     return None
 
 
+@rule("Select")
+def select(op: Operation) -> list[Any] | None:
+    """Choose entries; by a vector, which may be shorter than what it chooses from, examples."""
+    ranks = {x.shape.rank for x in op.inputs}
+    if len(ranks) > 1:
+        return [Split(0)] if all(label == Split(0) for label in op.labels) else None
+    return entry_by_entry(op)
+
+
+@rule("EnsureShape")
+def ensure_shape(op: Operation) -> list[Any] | None:
+    label, shape = op.labels[0], tf.TensorShape(op.attr("shape"))
+    is_any = isinstance(label, Split) and (shape.rank is None or shape[label.axis] is None)
+    return [label] if is_any else None
+
+
 # Each example by itself, along the first axis. The letters say what the inputs are: "x" has
-# examples, "s" is shared by them, and "n" is a shape that counts them.
+# examples, "s" is shared by them, "a" is either, and "n" is a shape that counts them.
 _EXAMPLE_BY_EXAMPLE = {
     "Conv2D": "xs",
     "Conv3D": "xs",
@@ -207,7 +234,7 @@ _EXAMPLE_BY_EXAMPLE = {
     "DepthToSpace": "x",
     "SpaceToDepth": "x",
     "ExtractImagePatches": "x",
-    "ImageProjectiveTransformV3": "xxss",
+    "ImageProjectiveTransformV3": "xass",
     "AdjustContrastv2": "xs",
     "AdjustHue": "xs",
     "AdjustSaturation": "xs",
@@ -226,9 +253,9 @@ _EXAMPLE_BY_EXAMPLE = {
 
 @rule(" ".join(_EXAMPLE_BY_EXAMPLE))
 def example_by_example(op: Operation) -> list[Any] | None:
-    allowed = {"x": lambda label: label == Split(0), "s": lambda label: label is SAME}
+    allowed = {"x": (Split(0),), "s": (SAME,), "a": (SAME, Split(0))}
     for letter, label in zip(_EXAMPLE_BY_EXAMPLE[op.kind], op.labels, strict=True):
-        if letter in allowed and not allowed[letter](label):
+        if label not in allowed.get(letter, (label,)):
             return None
     least = 3 if op.kind.startswith(("Matrix", "Chol", "LogM")) else 4
     is_without_batch = op.kind.startswith(("Matrix", "Chol", "LogM", "Adjust"))
@@ -394,10 +421,9 @@ def _product(
 @rule("Einsum")
 def einsum(op: Operation) -> list[Any] | None:
     equation = op.attr("equation").decode().replace(" ", "")
-    if "." in equation or "->" not in equation:
+    if "->" not in equation or any(x.shape.rank is None for x in op.inputs):
         return None
-    inputs, output = equation.split("->")
-    terms = inputs.split(",")
+    terms, output = _terms_of(equation, [x.shape.rank for x in op.inputs])
     letters = {
         term[label.axis]
         for term, label in zip(terms, op.labels, strict=True)
@@ -415,6 +441,18 @@ def einsum(op: Operation) -> list[Any] | None:
         ):
             return None
     return [Split(output.index(letter))] if letter in output else [PARTIAL]
+
+
+def _terms_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Return the letters of inputs and output, with some for the axes of an ellipsis."""
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    numbers = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True)]
+    most = max((n for term, n in zip(terms, numbers, strict=True) if "." in term), default=0)
+    letters = [letter for letter in string.ascii_letters if letter not in equation][:most]
+    of_ellipsis = ["".join(letters[most - n :]) for n in numbers]
+    pairs = zip(terms, of_ellipsis, strict=True)
+    return [a.replace("...", b) for a, b in pairs], output.replace("...", "".join(letters))
 
 
 # Shapes, and what moves entries.
@@ -452,7 +490,7 @@ def transpose(op: Operation) -> list[Any] | None:
     """Follow the axis of examples; a gradient's order is that of the axes before."""
     source, axis = op.inputs[1].op, op.labels[0].axis
     is_inverse = source.type == "InvertPermutation"
-    order = tf.get_static_value(source.inputs[0]) if is_inverse else op.value(1)
+    order = known(source.inputs[0]) if is_inverse else op.value(1)
     if order is None:
         return None
     return [Split(int(order[axis]) if is_inverse else [*order].index(axis))]
@@ -565,29 +603,35 @@ def split(op: Operation) -> list[Any] | None:
 @rule("Pad PadV2 MirrorPad MirrorPadGrad")
 def pad(op: Operation) -> list[Any] | None:
     label, paddings = op.labels[0], op.value(1)
-    if paddings is None or not isinstance(label, Split) or any(paddings[label.axis]):
+    if not isinstance(label, Split):
         return None
-    return [label]
+    if paddings is None:
+        return [label] if _has_all(op, label.axis) else None
+    return None if any(paddings[label.axis]) else [label]
+
+
+def _has_all(op: Operation, axis: int) -> bool:
+    """Return whether an axis is as long in the output: it has all that the input has, in order.
+
+    Nothing is padded or cut off that has no entries.
+    """
+    if op.rank() is None or op.outputs[0].shape.rank is None:
+        return False
+    return op.shape()[axis] is not None and op.outputs[0].shape[axis] == op.shape()[axis]
 
 
 @rule("Slice")
 def cut_out(op: Operation) -> list[Any] | None:
-    label, begin, rank = op.labels[0], op.inputs[1], op.rank()
-    if op.graph.is_body and op.labels[2] is SIZE:  # along which axis?
-        return None
-    begins = tf.get_static_value(begin, partial=True)
-    is_gradient = begin.op.type == "ConcatOffset"
-    if is_gradient:  # It is zero, but along the axis that was joined.
-        at = begin.op.inputs[0]
+    label, begin = op.labels[0], op.inputs[1].op
+    if not isinstance(label, Split) or (op.graph.is_body and op.labels[2] is SIZE):
+        return None  # along which axis?
+    if begin.type == "ConcatOffset" and op.labels[2] == ShapeOf(label.axis):
+        # The gradient of a concatenation begins at zero, but along the axis that was joined.
+        at = begin.inputs[0]
         value = tf.get_static_value(at.op.inputs[0] if at.op.type == "FloorMod" else at)
-        joined = static_axis(value, rank)
-        begins = None if joined is None else [int(i == joined) for i in range(rank or 0)]
-    if not isinstance(label, Split) or begins is None or begins[label.axis] != 0:
-        return None
-    if is_gradient and op.labels[2] == ShapeOf(label.axis):
-        return [label]
-    is_all = op.outputs[0].shape.rank and op.outputs[0].shape[label.axis] == op.shape()[label.axis]
-    return [label] if is_all and op.shape()[label.axis] is not None else None
+        joined = static_axis(value, op.rank())
+        return None if joined in (None, label.axis) else [label]
+    return [label] if _has_all(op, label.axis) else None
 
 
 @rule("BroadcastTo")
@@ -605,10 +649,16 @@ def broadcast(op: Operation) -> list[Any] | None:
 
 @rule("Tile")
 def tile(op: Operation) -> list[Any] | None:
+    """Repeat each example, or what has none for all examples, as gradients of sums do."""
     label, times = op.labels[0], tf.get_static_value(op.inputs[1], partial=True)
-    if not isinstance(label, Split) or times is None or times[label.axis] != 1:
+    to = op.axis_of_output()
+    if op.rank() is None or (op.graph.is_body and is_size(op.labels[1])):
         return None
-    return [label]
+    if isinstance(label, Split):
+        return [label] if times is not None and times[label.axis] == 1 else None
+    if to is None or op.graph.is_body:
+        return None
+    return [Split(to)] if label is SAME and op.shape()[to] == 1 else None
 
 
 @rule("Fill")
@@ -696,8 +746,10 @@ def _sliced_axes(op: Operation, axis: int, *, is_forward: bool) -> int | None:
                 return None
             inner += 1
         elif is_inside:
-            is_all = has["begin"] and has["end"] and stride == 1
-            return there if is_all else None
+            is_all = has["begin"] and has["end"]
+            is_long = is_forward and op.outputs[0].shape.rank is not None
+            is_long = is_long and op.outputs[0].shape[there] == op.shape()[here] is not None
+            return there if stride == 1 and (is_all or is_long) else None
         else:
             inner, outer = inner + 1, outer + 1
     return outer + axis - inner if is_forward else inner + axis - outer
@@ -771,6 +823,6 @@ _LIST_RULES: dict[str, Callable[[Any], list[Any] | None]] = {
 }
 
 
-@rule("While StatelessWhile If StatelessIf")
+@rule(" ".join(WITH_BODIES))
 def with_bodies(op: Operation) -> list[Any] | None:
     return op.graph.bodies.labels_of(op) if op.graph.bodies else None

@@ -165,7 +165,7 @@ class Writer:
         if is_list(label) or (is_linear and label is PARTIAL):
             return self._parts[x.name][i]
         if index in _rules.SHAPES.get(op.type, ()):
-            axis = _rules.axis_of_shape(op.type, labels)
+            axis = _rules.axis_of_shape(op.type, self.graph.of(op.inputs[0]), labels)
             if axis is None or x.shape.rank == 0:  # -1 is any shape
                 return self._copy_of(x, i)
             return self._shape_of_part(x, axis, i)
