@@ -195,6 +195,7 @@ DIVIDED = {
     "chosen examples": lambda x: tf.raw_ops.Select(condition=x[:, 0, 0, 0] > 0, x=x, y=-x),
     "of a shape": lambda x: tf.ensure_shape(x, (None, 4, 4, 3)) * 2,
     "compiled": lambda x: compiled(lambda y: tf.nn.conv2d(y, KERNEL, 1, "SAME"), x),
+    "grouped convolution": lambda x: keras.ops.conv(x, KERNEL[:, :, :1], padding="same"),
     "compiled sum": lambda x: compiled(lambda y: tf.reduce_sum(y, 0), x),
     "images moved alike": lambda x: (
         tf.raw_ops.ImageProjectiveTransformV3(

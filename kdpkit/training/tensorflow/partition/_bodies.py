@@ -46,7 +46,7 @@ class Bodies:
     def labels_of(self, operation: Operation) -> list[Any] | None:
         """Label the outputs of a loop or condition; None if it is computed whole."""
         labels = [*operation.labels]
-        is_loop, is_call = "While" in operation.kind, operation.kind == "PartitionedCall"
+        is_loop, is_call = "While" in operation.kind, operation.kind.endswith("PartitionedCall")
         of_kind = self._of_loop if is_loop else self._of_call if is_call else self._of_condition
         are_known = not any(label in (WHOLE, SIZE) for label in labels)
         found = of_kind(operation, labels) if are_known else None

@@ -39,9 +39,9 @@ def kinds(names: str) -> frozenset[str]:
 
 
 # TensorFlow calls these stateful, because they read a variable or call functions.
-STATELESS_IN_EFFECT = kinds("ResourceGather While If")
+STATELESS_IN_EFFECT = kinds("ResourceGather While If StatefulPartitionedCall")
 READS = kinds("ReadVariableOp VariableShape ResourceGather ResourceGatherNd")
-WITH_BODIES = kinds("While StatelessWhile If StatelessIf PartitionedCall")
+WITH_BODIES = kinds("While StatelessWhile If StatelessIf PartitionedCall StatefulPartitionedCall")
 DRAWING = kinds("StatelessRandomUniformV2 StatelessRandomNormalV2")
 # Worth to be divided although all examples are on the first device.
 PRODUCTS = kinds(
