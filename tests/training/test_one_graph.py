@@ -219,6 +219,7 @@ DIVIDED = {
         lambda y, z: (y, z + tf.reduce_sum(y, 0)), x, tf.zeros((4, 4, 3))
     ),
     "loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 3, keepdims=True) / 9,), x),
+    "random numbers": lambda x: x * tf.random.stateless_uniform(tf.shape(x), [1, 2]),
     "numbers of a loop": lambda x: x * tf.map_fn(lambda i: i * i, tf.range(3.0)),
     "list without entries": lambda x: x + tf.TensorArray(tf.float32, 3, element_shape=[]).stack(),
     "length of a list": lambda x: x * tf.cast(listed(x).size(), tf.float32),
@@ -348,6 +349,13 @@ def test_a_function_of_parts_is_that_of_all(name, count, replicas, seed):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
     if name in DIVIDED:
         assert not step.whole
+
+
+@pytest.mark.parametrize("name", ["random numbers", "rows", "loop", "sum", "twice"])
+def test_an_empty_batch_is_computed_as_on_one_device(name):
+    step, batch = divided(name, 3), np.zeros((2, 4, 4, 3), "float32")
+    for count in (2, 1, 0):  # The last one is computed by a function of any length.
+        assert not differing(step.on_one_device(batch[:count]), step.divided(batch[:count]))
 
 
 @pytest.mark.slow

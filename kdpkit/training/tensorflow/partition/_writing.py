@@ -326,7 +326,7 @@ class Writer:
         if length is not None and not self._inferred.is_assumed:
             return self.nodes.constant(length // LENGTH)
         entries = self.nodes.entry(self.nodes.shape(tensor, x.dtype), axis)
-        return self.nodes.once("FloorDiv", [entries, num_examples], T=tf.int32)
+        return self.nodes.quotient(entries, num_examples)
 
     def _draw(self, op: tf.Operation, name: str, inputs: Sequence[str], i: int) -> str:
         """Draw a device's numbers bit by bit as one device draws them, by their position.
@@ -340,6 +340,7 @@ class Writer:
         count = nodes.num_entries(nodes.cast(shape, op.inputs[0].dtype, tf.int32))
         whole_shape = nodes.cast(self._whole(op.inputs[0]), op.inputs[0].dtype, tf.int32)
         total, start = (nodes.cast(n, tf.int32, tf.int64) for n in (TOTAL, STARTS.format(i)))
+        total = int64("Maximum", total, nodes.constant(1, np.int64))
         first = int64("Mul", int64("FloorDiv", nodes.num_entries(whole_shape), total), start)
         blocks = nodes.packed(
             [int64("FloorDiv", first, block), nodes.constant(0, np.int64)], tf.int64
