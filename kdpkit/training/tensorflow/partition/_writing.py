@@ -391,6 +391,8 @@ class Writer:
             name = node.attr[attribute].func.name if attribute in node.attr else ""
             if not device or name not in self._functions:
                 continue
+            if self._functions[name].attr["_XlaMustCompile"].b:  # for the device of the call
+                continue
             new_name = f"{name}_on_{device.strip('/').replace(':', '_').replace('/', '_')}"
             node.attr[attribute].func.name = new_name
             if new_name in self._functions:
