@@ -130,6 +130,11 @@ def swapped(x, size):
     return tf.reshape(tf.concat([second, first * 2], 1), (-1, 4, 4, 3))
 
 
+def regrouped(x, size):
+    """Return the entries of groups over their sum."""
+    return tf.reshape(tf.nn.softmax(tf.reshape(x, (-1, size))), (-1, 4, 4, 3))
+
+
 # The law of every rule: a function of a batch is the same, and is divided.
 
 TABLE = tf.reshape(tf.range(12.0), (4, 3))
@@ -260,6 +265,12 @@ WHOLE = {
             tf.pad(y[:, 1:], [[0, 0], [0, 1], [0, 0], [0, 0]], constant_values=tf.shape(y)[0]),
         ),
         tf.cast(x * 9, tf.int32),
+    ),
+    "a remainder in a loop": lambda x: looped(
+        lambda y: (regrouped(y, (tf.shape(y)[0] % 3 + 1) * 4),), x
+    ),
+    "a remainder in a condition": lambda x: either(
+        x, lambda y: regrouped(y, tf.minimum(tf.shape(y)[0], 2) * 4)
     ),
     "entries of a list": lambda x: listed(x).gather([2, 0]),
     "scattered into a list": lambda x: (

@@ -82,7 +82,9 @@ class LabelledGraph:
             has_size = any(map(is_size, labels)) and not needs_examples
             found = [self._undivided(x, has_size=has_size) for x in op.outputs]
             # Devices would do it with numbers of their own, or more than once.
-            differs = _is_stateful(op) or (has_size and any(label is not SIZE for label in found))
+            is_of_all = any(label is not SIZE for label in found)
+            is_of_all = is_of_all or op.type not in _rules.PROPORTIONAL
+            differs = _is_stateful(op) or (has_size and is_of_all)
             if (needs_examples and op.outputs) or (self.is_body and differs):
                 self.whole.append(op)
             if self.bodies and any(map(is_list, labels)):

@@ -82,6 +82,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "TensorListPopBack": (1,),
     "TensorListStack": (1,),
 }
+# What they make of numbers of examples is right for other numbers, too: they move and multiply.
+# A remainder or a minimum is not, though it may be one for both lengths that are inferred.
+PROPORTIONAL = kinds(
+    "Identity Cast Reshape Squeeze ExpandDims Pack Unpack ConcatV2 Split SplitV StridedSlice Slice "
+    "GatherV2 Mul Prod DynamicStitch BroadcastArgs"
+)
 # What else may count a device's own examples in a loop, where a number is not that of all.
 COUNTING: dict[str, tuple[int, ...]] = SHAPES | {
     "BroadcastGradientArgs": (0, 1),
