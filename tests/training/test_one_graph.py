@@ -272,6 +272,9 @@ WHOLE = {
     "a remainder in a condition": lambda x: either(
         x, lambda y: regrouped(y, tf.minimum(tf.shape(y)[0], 2) * 4)
     ),
+    "as many entries as a remainder": lambda x: (
+        x * tf.cast(tf.shape(tf.concat([x[:, : tf.shape(x)[0] % 3 + 1], x], 1))[1], tf.float32)
+    ),
     "entries of a list": lambda x: listed(x).gather([2, 0]),
     "scattered into a list": lambda x: (
         tf.TensorArray(tf.float32, 4).scatter([3, 1, 0, 2], tf.transpose(x, (1, 0, 2, 3))).stack()
@@ -367,6 +370,17 @@ def test_an_empty_batch_is_computed_as_on_one_device(name):
     step, batch = divided(name, 3), np.zeros((2, 4, 4, 3), "float32")
     for count in (2, 1, 0):  # The last one is computed by a function of any length.
         assert not differing(step.on_one_device(batch[:count]), step.divided(batch[:count]))
+
+
+def test_padded_batches_of_a_program_that_takes_pairs_only_are_computed_whole():
+    def padded(x):
+        first, second = tf.split(x, 2, 0)
+        return first - second, tf.pad(x[:, 0, 0], [[0, -tf.shape(x)[0] % 4], [0, 0]]) @ TABLE[:3]
+
+    step, batch = DividedStep(padded, tf.zeros((2, 4, 4, 3)), 2), np.ones((6, 4, 4, 3), "float32")
+    found = step.divided(batch)
+    assert not differing(step.on_one_device(batch), found)
+    assert step.returned(found)[1].shape == (8, 3)
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from kdpkit.training.tensorflow._keras_internals import handle_data_util, import
 
 # Many programs split a batch into groups: every number up to 10 divides it.
 LENGTH = 2520
-# An axis that is as long as batches of these, too, is not one that is padded or cut to a length. Of
-# the longer ones the first that a step can have: in groups it can have the last two only.
-_LONGER, _ONE = (1048583, LENGTH * 416, LENGTH * 2), 1
+# An axis that is as long as batches of these, too, is not padded or cut to a length. Of each the
+# first is taken that a step can have: one that needs pairs can have two, and of one that needs
+# groups of k there are k times a prime number.
+_FEW, _MANY = range(1, 11), [*range(1048583, 11 * 1048583, 1048583), LENGTH * 2]
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
 _ASSUMED, _OTHER_ASSUMED = 96, 97
@@ -66,25 +67,28 @@ def _inferred(step: Any, placeholders: dict[str, Any], assumed: int | None) -> I
         return _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
 
     first = _for_length(step, placeholders, assumed, dict.fromkeys(batch, LENGTH))
-    graphs = ((n, graph_for(n)) for n in _LONGER)
-    longer, second = next(((n, graph) for n, graph in graphs if graph), (None, None))
-    if longer is None:
+    few, many = (
+        next(((n, graph) for n in lengths if (graph := graph_for(n))), (None, None))
+        for lengths in (_FEW, _MANY)
+    )
+    if many[0] is None:
         raise ValueError(f"the step works for {LENGTH} examples, and for no number above it")
-    axes = axes_of(first, second, longer)
-    if one := graph_for(_ONE):
-        axes = {name: i for name, i in axes.items() if _has_one_example(name, i, first, one)}
+    axes = axes_of(first, many[1], many[0])
+    if few[0]:
+        axes = {name: i for name, i in axes.items() if _has_examples(name, i, first, *few)}
     if assumed and (other := graph_for(LENGTH, _OTHER_ASSUMED)):
         axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
-    return Inferred((first, second), batch, axes, bool(assumed), longer)
+    return Inferred((first, many[1]), batch, axes, bool(assumed), many[0])
 
 
-def _has_one_example(name: str, axis: int, first: Any, one: Any) -> bool:
-    """Return whether an axis has the examples of a batch of one, too."""
-    x, y = (graph.get_tensor_by_name(name).shape for graph in (first, one))
+def _has_examples(name: str, axis: int, first: Any, length: int, graph: Any) -> bool:
+    """Return whether an axis, and no other, counts the examples of a batch of another length."""
+    x, y = (g.get_tensor_by_name(name).shape for g in (first, graph))
     if y.rank is None:
         return True
-    is_known = y.rank == x.rank and y[axis] is not None
-    return is_known and bool(y[axis] * LENGTH == x[axis])
+    if y.rank != x.rank or y[axis] is None or y[axis] * LENGTH != x[axis] * length:
+        return False
+    return all(i == axis or a == b for i, (a, b) in enumerate(zip(x, y, strict=True)))
 
 
 def _is_multiple(name: str, axis: int, graph: Any) -> bool:
@@ -98,7 +102,7 @@ def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None)
 
     Others, as unlabeled examples beside labeled ones, may have lengths of their own, and are not
     divided: TensorFlow infers the shapes of all results for another length of theirs. Where it
-    cannot do that, all are as long.
+    cannot do that, as behind a loop, all are as long.
     """
     groups, rest = [], [*step.batch]
     while rest:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._keras_internals import tensor_util
-
 
 class Label(enum.Enum):
     """What devices have of a tensor, if it is neither divided nor a list.
@@ -75,14 +73,6 @@ class Operation:
         """Return an input that is known before the step runs, as an array; else None."""
         x = self.inputs[index]
         return None if is_size(self.graph.of(x)) else known(x)
-
-    def shape_value(self, index: int) -> list[int | None] | None:
-        """Return an input that is a shape, for the first length of batches."""
-        x = self.inputs[index]
-        if x.shape.rank != 1 or x.shape[0] is None:
-            return None
-        shape = tensor_util.constant_value_as_shape(x)
-        return None if shape.rank is None else [*shape]
 
     def attr(self, name: str) -> Any:
         return self.op.get_attr(name)
