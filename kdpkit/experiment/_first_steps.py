@@ -11,6 +11,7 @@ import numpy as np
 from kdpkit.experiment import _strategy
 
 _STEPS = 3
+_TINY = 1e-300
 
 
 def compared(
@@ -37,11 +38,12 @@ def compared(
         losses, weights = _trained(build, start, batches)
     with strategy.scope():
         other_losses, other_weights = _trained(build, start, batches)
-    off, change = _distance(other_weights, weights), _distance(weights, start[: len(weights)])
+    change = max(_distance(weights, start[: len(weights)]), _TINY)  # a warmup may begin at zero
+    off = _distance(other_weights, weights) / change
     return (
         f"The first {len(batches)} steps have the losses {other_losses} on "
         f"{strategy.num_replicas_in_sync} replicas,\nand {losses} on one device; all weights "
-        f"together differ by {off / change:.0e}\nof what these steps have changed."
+        f"together differ by {off:.0e}\nof what these steps have changed."
     )
 
 
@@ -60,6 +62,7 @@ def _trained(
 ) -> tuple[str, list[np.ndarray]]:
     """Return the losses of a new model in each step, and its trained weights after them."""
     model, losses = build(), []
+    model.steps_per_execution = 1  # a batch is one step
     for variable, value in zip(_variables(model), start, strict=True):
         variable.assign(value)
     for batch in batches:

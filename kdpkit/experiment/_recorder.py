@@ -163,13 +163,15 @@ class Recorder(keras.callbacks.Callback):
 
 def _line(title: str, numbers: Mapping[str, float]) -> str:
     """Format numbers nearly as Keras' progress line has them, with the loss first."""
-    texts = {name: f"{n:{',.0f' if n >= 1000 else '#.3g'}}" for name, n in numbers.items()}
+    texts = {name: _short(number) for name, number in numbers.items()}
     for name in [name for name in texts if f"val_{name}" in texts]:
         texts[name] += f" (val {texts.pop(f'val_{name}')})"
-    names = sorted(
-        texts, key=lambda name: name != "loss"
-    )  # Keras' are in the order of the alphabet
+    names = sorted(texts, key=lambda name: name != "loss")  # Keras sorts by the alphabet
     return " - ".join([title, *(f"{name}: {texts[name]}" for name in names)])
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:#.3g}".removesuffix(".")
 
 
 def _save(model: keras.Model, path: os.PathLike[str]) -> None:
