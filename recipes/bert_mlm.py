@@ -15,7 +15,7 @@ KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 from kdpkit import experiment
 
 parser = experiment.argument_parser(  # "sqrt": the rate grows with the root of the replicas
-    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=2e-3, rule="sqrt"
+    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=1.4e-3, rule="sqrt"
 )
 add, positive = parser.add_argument, experiment.positive_integer
 add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
