@@ -185,7 +185,12 @@ def test_a_forbidden_import_would_be_seen():
     assert breaches("_internal/a.py", upward) == {"training"}
 
 
-PAGES = ("development/architecture.md", "development/facts.md", "upstream/README.md")
+PAGES = (
+    "development/architecture.md",
+    "development/facts.md",
+    "development/walkthrough.md",
+    "upstream/README.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
