@@ -21,7 +21,8 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = fenced(PAGE.sub(link, obj.docstring.value))
 
 
-PAGE = re.compile(r"`?\bdocs/(\w+/\w+)\.md\b`?")
+# Only private code names what is in `docs/upstream/`.
+PAGE = re.compile(r"`?\bdocs/((?!upstream/)\w+/\w+)\.md\b`?")
 
 
 def link(path: re.Match[str]) -> str:

@@ -15,15 +15,14 @@ KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 from kdpkit import experiment
 
 parser = experiment.argument_parser(  # "sqrt": the rate grows with the root of the replicas
-    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=1e-3, rule="sqrt"
+    __doc__, epochs=12, per_replica_batch_size=16, base_learning_rate=1.4e-3, rule="sqrt"
 )
 add, positive = parser.add_argument, experiment.positive_integer
 add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
 add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=32, help="tokens in a sequence")
 add("--warmup-steps", type=int, help="(default: a twentieth of all steps)")
-norm = "largest norm of all gradients together; 0: no clipping"
-add("--clip-norm", type=float, default=1.0, help=norm)
+add("--clip-norm", type=float, default=1.0, help="of all gradients together; 0: no clipping")
 add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
 add("--steps-per-execution", type=positive, default=1, help="steps of a compiled call")
@@ -37,19 +36,17 @@ from kdpkit import corpora, pipelines, schedules, training
 from kdpkit.experiment import text
 
 
-def build_model(args, lines):
-    """Build BERT tiny (2 layers, 128 wide, 2 heads) for words of the text, or load a preset."""
+def build_model(args, tokenizer):
+    """Build BERT tiny (2 layers, 128 wide, 2 heads) from scratch, or load a preset."""
     if args.preset:
-        tokenizer = text.from_preset(models.BertTokenizer, args.preset)
         model = text.from_preset(models.BertMaskedLM, args.preset, preprocessor=None)
     else:
-        words = corpora.learn_vocabulary(lines, args.vocabulary_size)
-        tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}
         size["max_sequence_length"] = max(512, args.sequence_length)
-        model = models.BertMaskedLM(models.BertBackbone(len(words), **size))
+        size["dropout"] = 0.0  # for more epochs, or more layers, BERT's is 0.1
+        model = models.BertMaskedLM(models.BertBackbone(tokenizer.vocabulary_size(), **size))
     model.backbone.get_layer("pooled_dense").trainable = False  # unused by the masked-word task
-    return tokenizer, model
+    return training.replica_exact(training.without_logits(model))
 
 
 def main(argv=None):
@@ -62,9 +59,7 @@ def main(argv=None):
 
     splits = corpora.load_text(args.data, longer_than=100)  # bytes, as headings are shorter
     print(f"{len(splits.train):,} lines to train on")
-    with strategy.scope():  # each replica gets a copy of the variables that are made here
-        tokenizer, model = build_model(args, splits.train)
-    mask_tokens = pipelines.mask_tokens(tokenizer)
+    tokenizer = text.tokenizer(args.preset, splits.train, args.vocabulary_size)
 
     def tokenized(lines, **settings):
         dataset = tf.data.Dataset.from_tensor_slices(list(lines))
@@ -72,8 +67,9 @@ def main(argv=None):
 
     def held_out(lines):
         examples = tokenized(lines, sequence_length=length)  # each line in sequences of its own
+        mask = pipelines.mask_tokens(tokenizer)  # 15 %, as in BERT's paper
         padded = pipelines.eval_pipeline(
-            examples, prepare=mask_tokens, remainder="pad", global_batch_size=size
+            examples, prepare=mask, remainder="pad", global_batch_size=size
         )  # batches of one size, as XLA and TPUs prefer
         return padded.apply(pipelines.normalize_weights)  # the loss is the mean over masked tokens
 
@@ -81,23 +77,29 @@ def main(argv=None):
     train = pipelines.train_pipeline(
         tokenized(splits.train).apply(pack),
         pipelines.PipelineConfig(seed=args.seed),
-        augment=mask_tokens,  # new masks in each epoch
+        augment=pipelines.mask_tokens(tokenizer, rate=0.3),  # new in each epoch, more to learn from
         steps_per_epoch=args.steps_per_epoch,
         global_batch_size=size,
     )
     steps = len(train) * args.epochs
     warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     rate = schedules.warmup_polynomial(plan.learning_rate, total_steps=steps, warmup_steps=warmup)
-    with strategy.scope():
-        training.replica_exact(training.without_logits(model))
+
+    def compiled():
+        model = build_model(args, tokenizer)
         model.compile(
             optimizer=keras.optimizers.AdamW(rate, global_clipnorm=args.clip_norm or None),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
+            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
             jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
             steps_per_execution=args.steps_per_execution,
         )
+        return model
+
+    with strategy.scope():  # each replica gets a copy of the variables that are made here
+        model = compiled()
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
+    record.compare_first_steps(compiled, train)  # with those of one device
     model.fit(
         record.resumed(train),  # with --resume, what the last run has not trained on
         validation_data=held_out(splits.validation),
@@ -106,9 +108,10 @@ def main(argv=None):
         verbose=record.verbose,
         shuffle=False,  # the pipeline shuffles
     )
-    test = model.evaluate(held_out(splits.test), return_dict=True, verbose=0)
+    tested = held_out(splits.test)
+    test = model.evaluate(tested, return_dict=True, verbose=0)
     results = record.results(test=test)
-    text.print_guesses(model, tokenizer, splits)
+    text.print_guesses(model, tokenizer, splits, tested, test["accuracy"])
     return results
 
 

@@ -39,21 +39,19 @@ import keras
 import numpy as np
 from keras_hub import models
 
-from kdpkit import batches, corpora, schedules, training
+from kdpkit import batches, schedules, training
 from kdpkit.experiment import text
 
 
 def build_model(args, documents):
     """Build a small GPT-2, or the preset's model, and its tokenizer."""
+    tokenizer = text.tokenizer(args.preset, text.lines_of(documents), args.vocabulary_size)
     if args.preset:
-        tokenizer = text.from_preset(models.Tokenizer, args.preset)
         backbone = text.from_preset(models.Backbone, args.preset)
     else:
-        words = corpora.learn_vocabulary(text.lines_of(documents), args.vocabulary_size)
-        tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}
-        backbone = models.GPT2Backbone(len(words), dropout=args.dropout, **size)
+        backbone = models.GPT2Backbone(tokenizer.vocabulary_size(), dropout=args.dropout, **size)
     if args.lora:
         backbone.enable_lora(args.lora)
     logits = backbone.token_embedding(backbone.output, reverse=True)

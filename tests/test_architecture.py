@@ -185,7 +185,12 @@ def test_a_forbidden_import_would_be_seen():
     assert breaches("_internal/a.py", upward) == {"training"}
 
 
-PAGES = ("development/architecture.md", "development/facts.md", "upstream/README.md")
+PAGES = (
+    "development/architecture.md",
+    "development/facts.md",
+    "development/walkthrough.md",
+    "upstream/README.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -200,6 +205,14 @@ def test_the_tables_of_a_page_name_files_and_functions_that_exist(page):
     for file, function in named:
         texts = [path.read_text(encoding="utf-8") for path in files if path.match(file)]
         assert any(function in text for text in texts), f"{page}: {file}, {function}"
+
+
+def test_every_fact_has_its_test_or_the_fault_upstream():
+    text = (ROOT.parent / "docs" / "development" / "facts.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| (?!fact \|)", line)]
+    assert len(rows) > 40
+    missing = [row for row in rows if not re.search(r"\| .*(\.py::test_|/upstream/).*\|$", row)]
+    assert missing == []
 
 
 def test_the_map_of_the_architecture_names_the_files_that_exist():

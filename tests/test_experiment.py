@@ -16,7 +16,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdpkit import errors, experiment, pipelines
+from kdpkit import errors, experiment, pipelines, training
 from kdpkit._internal import storage
 from kdpkit.experiment import _program, _recorder, _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
@@ -178,24 +178,82 @@ def test_the_model_is_saved_beside_the_logs_when_it_is_trained(tmp_path):
     assert int(saved.optimizer.iterations) == results["steps"] == 20
 
 
-def test_each_epoch_is_one_line_where_the_output_is_no_terminal(capsys):
+def test_each_epoch_is_one_short_line_where_the_output_is_no_terminal(capsys):
     results, _ = trained(["--per-replica-batch-size=4"])
     first, second, test = capsys.readouterr().out.splitlines()[-3:]
-    assert re.fullmatch(r"Epoch 1/2 - [\d.]+s - loss: [\d.]+ - lr: 0.055 - .*", first)
+    assert re.fullmatch(r"Epoch 1/2 - \d+s - loss: [\d.]+ - lr: 0.0550 - .*", first)
     history = results["history"]
-    assert f" - loss: {history['loss'][1]:.4g} - lr: " in second
+    assert f" - loss: {history['loss'][1]:#.3g} - lr: " in second
     assert " - tokens/s: " in second
     assert "examples" not in second, "one speed is enough"
-    assert test == "Test - loss: 0.5 - worst: nan"
+    assert test == "Test - loss: 0.500 - worst: nan"
 
 
-def test_in_a_terminal_keras_shows_its_bar(capsys, monkeypatch):
+def test_a_line_has_the_loss_first_and_validation_beside_what_it_validates():
+    numbers = {"accuracy": 0.12345, "loss": 1234.5, "val_accuracy": 0.5, "val_loss": 288.0}
+    expected = "Epoch 1 - loss: 1,234 (val 288) - accuracy: 0.123 (val 0.500)"
+    assert _recorder._line("Epoch 1", numbers) == expected
+
+
+def test_in_a_terminal_keras_shows_its_bar_and_nothing_else(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     trained(["--per-replica-batch-size=4"])
     printed = capsys.readouterr().out
     assert printed.count("\u2501") > 10
     assert "Epoch 1/2 - " not in printed
-    assert "Learning rate of epoch 1: 0.055" in printed
+    assert "earning" not in printed
+
+
+def test_the_first_steps_are_compared_with_one_devices_and_nothing_is_trained(capsys):
+    args = parser().parse_args(["--per-replica-batch-size=3", "--strategy=mirrored"])
+    mirrored = strategy("mirrored", 2)
+    plan = experiment.plan_from(args, mirrored)
+
+    def build(exact=training.replica_exact):
+        layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+        model = exact(keras.Sequential([keras.Input((4,)), *layers]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.01)
+        model.compile(optimizer, loss, steps_per_execution=2)
+        return model
+
+    x, y = toy_classification(40)
+    train = pipelines.train_pipeline(
+        tf.data.Dataset.from_tensor_slices((x, y)), global_batch_size=5, steps_per_epoch=4
+    )
+    orders = [next(iter(train))[1].numpy() for _ in range(2)]
+    with mirrored.scope():
+        model = build()
+    start = model.get_weights()
+
+    def found(build):
+        record = experiment.Recorder(args, model, mirrored, plan)
+        record.compare_first_steps(build, train)
+        model.history = keras.callbacks.History()
+        model.history.history = {}
+        record.results(test={"loss": 0.5})
+        sentence = " ".join(capsys.readouterr().out.split("loss: 0.500\n")[1].split())
+        pattern = r"The first 3 steps have the losses (.*) on 2 replicas, and (.*) on one device; "
+        pattern += r"all weights together differ by (.*) of what these steps have changed."
+        many, one, off = re.fullmatch(pattern, sentence).groups()
+        return many.split(", "), one.split(", "), float(off)
+
+    many, one, off = found(build)
+    assert many == one
+    assert len({*many}) == 3
+    assert off < 1e-5
+    *_, off = found(lambda: build(exact=lambda model: model))  # as stock Keras clips
+    assert off > 0.1
+    for value, now in zip(start, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(now, value)
+    np.testing.assert_array_equal(orders[0], next(iter(train))[1])
+
+
+def test_one_replica_is_compared_with_nothing():
+    args, one = parser().parse_args([]), strategy("one")
+    record = experiment.Recorder(args, tiny_classifier(), one, experiment.plan_from(args, one))
+    record.compare_first_steps(build=None, train=None)
+    assert record._first_steps == ""
 
 
 # Programs

@@ -90,3 +90,18 @@ def test_a_preset_that_cannot_be_loaded_is_named_with_the_existing_ones(
     with pytest.raises(errors.FileInputError, match=expected) as raised:
         text.from_preset(models.GPT2Tokenizer, preset)
     assert "\n" not in str(raised.value)
+
+
+def test_the_commonest_label_is_counted_by_the_weights_of_all_batches():
+    first = None, np.array([[3, 3], [3, 7]]), np.array([[0.0, 0.0], [1.0, 2.0]])
+    second = None, np.array([[9, 7]]), np.array([[1.0, 1.0]])
+    assert text._commonest_label([first, second]) == (7, 3 / 5)
+
+
+def test_gaps_are_the_rarer_words_of_short_sentences_once_each():
+    line = "The path must be a bytes-like object here. The path must be a bytes-like object here."
+    gaps = text._gaps([line, "Too short a path."], {"path", "like", "here"})
+    assert gaps == [
+        ("The ", "path", " must be a bytes-like object here."),
+        ("The path must be a bytes-like object ", "here", "."),
+    ]

@@ -95,6 +95,8 @@ def notebook(name):
         made.metadata["accelerator"] = "TPU"
     for cell in made.cells:
         number = cell.id.partition("-")[2]
+        if cell.cell_type == "code":
+            cell.outputs = []  # of the first notebook's run
         cell.id = f"{name.replace('_', '-')}-{number}"
         for old, new in FOR_TPU.get(number, []) if kind == "tpu" else []:
             assert old in cell.source, (name, number)

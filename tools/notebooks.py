@@ -4,6 +4,7 @@
 
 runs it at full size and writes the pictures that it shows, each under the name of its cell's tag.
 `--output FILE` keeps the notebook with its outputs, and a cell more that says where kdpkit lay.
+`--keep` keeps what its cells print in the notebook itself.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import site
 import sys
@@ -73,6 +75,23 @@ def pictures(notebook):
     }
 
 
+def keep_prints(path, done):
+    """Write what the cells of a run have printed into the notebook, as a terminal shows it."""
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    for cell, ran in zip(notebook.cells, done.cells, strict=False):
+        streams = [each for each in ran.get("outputs", []) if each.get("name") == "stdout"]
+        if text := shown("".join(stream.text for stream in streams)):
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+    nbformat.write(notebook, path)
+
+
+def shown(printed):
+    """Return what a terminal shows of a text with colors, and bars that are written again."""
+    plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]|\x08", "", printed)
+    lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
+    return "".join(f"{line}\n" for line in lines if line)
+
+
 def _python(directory):
     """Make a Python that has our packages, but not kdpkit, and does not change them."""
     others = directory / "others"
@@ -126,12 +145,15 @@ def main():
     add("--smoke", action="store_true", help="runs of seconds")
     add("--pictures", type=pathlib.Path, metavar="DIRECTORY")
     add("--output", type=pathlib.Path, metavar="FILE")
+    add("--keep", action="store_true", help="what the cells print, in the notebook")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         settings = {"SOURCE": args.source, "STRATEGY": "auto", "SMOKE": args.smoke}
         notebook = run(args.notebook, pathlib.Path(directory), **settings)
     if args.output:
         nbformat.write(notebook, args.output)
+    if args.keep:
+        keep_prints(args.notebook, notebook)
     if args.pictures:
         args.pictures.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures(notebook).items():

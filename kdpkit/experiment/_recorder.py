@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from kdpkit import callbacks, scaling
 from kdpkit._internal import atomic_files, processes
-from kdpkit.experiment import _strategy
+from kdpkit.experiment import _first_steps, _strategy
 
 # What callbacks add, as the line of an epoch has it, in which one speed is enough.
 _SPEEDS = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
@@ -32,6 +32,7 @@ class Recorder(keras.callbacks.Callback):
     `--resume` `kdpkit.callbacks.Resume`, for which `resumed(data)` returns the data to train on.
     The results are written after each epoch, before other callbacks write, which may fill the disk.
     `results(test=...)` adds those of the test, saves the model in `args.log_dir`, and returns all.
+    It also prints what `compare_first_steps` has found.
 
     Its `verbose` is for `fit` too: 1 in a terminal and in a notebook, where Keras shows a bar.
     Elsewhere, as in the log of a batch job, it is 0, and the first process prints one line for each
@@ -62,6 +63,7 @@ class Recorder(keras.callbacks.Callback):
         self._args, self._strategy, self._plan = args, strategy, plan
         self._metrics: dict[str, float] = {}  # of the epoch, without what callbacks add
         self._epoch_began = 0.0
+        self._first_steps = ""
         self.verbose = int(sys.stdout.isatty() or "ipykernel" in sys.modules)
         self.resume = callbacks.Resume(args.resume, verbose=1) if args.resume else None
         self.callbacks: list[keras.callbacks.Callback] = [
@@ -70,12 +72,25 @@ class Recorder(keras.callbacks.Callback):
                 args.log_dir,
                 global_batch_size=plan.global_batch_size // accumulation,
                 tokens_per_example=tokens_per_example,
-                verbose=self.verbose,
+                verbose=0,
             ),
             *([self.resume] if self.resume else []),
         ]
         if not self.verbose and processes.index() == 0:
             self.callbacks += [keras.callbacks.LambdaCallback(on_epoch_end=self._print_epoch)]
+
+    def compare_first_steps(self, build: Callable[[], keras.Model], train: Any) -> None:
+        """Train copies of the model for three steps, on one device and on all; `results` compares.
+
+        The copies begin with the model's weights, and are dropped. Nothing is trained if there is
+        one replica, or if there are several processes.
+
+        Args:
+            build: Returns a compiled model like this one, with its variables.
+            train: The batches to train on, of which the first three are used.
+        """
+        if self._strategy.num_replicas_in_sync > 1 and processes.count() == 1:
+            self._first_steps = _first_steps.compared(self.model, build, train, self._strategy)
 
     def resumed(self, train: Any) -> Any:
         """Return data for `fit` that go on where the last run stopped, with `--resume`."""
@@ -93,10 +108,16 @@ class Recorder(keras.callbacks.Callback):
         With `--log-dir` the model is then saved there, as `model.keras`, complete or not at all.
         """
         results = self._write(self.model.history.history, test or {})
-        if test and processes.index() == 0:
+        is_first = processes.index() == 0
+        if test and is_first:
             print(_line("Test", test))
-        if self._args.log_dir is not None:
-            _save(self.model, self._args.log_dir / "model.keras")
+        directory = self._args.log_dir
+        if directory is not None:
+            _save(self.model, directory / "model.keras")
+        if directory is not None and is_first:
+            print(f"Model: {directory}/model.keras; plots: tensorboard --logdir {directory}")
+        if self._first_steps:
+            print(self._first_steps)
         return results
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -115,7 +136,7 @@ class Recorder(keras.callbacks.Callback):
         speeds = [name for name in _SPEEDS if name in logs][:1]
         shown = [name for name in ("learning_rate", *speeds) if name in logs]
         added = {_SHORT[name]: logs[name] for name in shown}
-        title = f"Epoch {epoch + 1}/{self.params['epochs']} - {seconds:.1f}s"
+        title = f"Epoch {epoch + 1}/{self.params['epochs']} - {seconds:.0f}s"
         print(_line(title, self._metrics | added), flush=True)
 
     def _write(self, history: Mapping[str, Any], test: Mapping[str, float]) -> dict[str, Any]:
@@ -141,9 +162,16 @@ class Recorder(keras.callbacks.Callback):
 
 
 def _line(title: str, numbers: Mapping[str, float]) -> str:
-    """Format numbers as Keras' progress line has them."""
-    formats = {name: ",.0f" if value >= 1000 else ".4g" for name, value in numbers.items()}
-    return " - ".join([title, *(f"{name}: {numbers[name]:{formats[name]}}" for name in numbers)])
+    """Format numbers nearly as Keras' progress line has them, with the loss first."""
+    texts = {name: _short(number) for name, number in numbers.items()}
+    for name in [name for name in texts if f"val_{name}" in texts]:
+        texts[name] += f" (val {texts.pop(f'val_{name}')})"
+    names = sorted(texts, key=lambda name: name != "loss")  # Keras sorts by the alphabet
+    return " - ".join([title, *(f"{name}: {texts[name]}" for name in names)])
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:#.3g}".removesuffix(".")
 
 
 def _save(model: keras.Model, path: os.PathLike[str]) -> None:

@@ -5,7 +5,7 @@ KerasHub's tokenizers work without TensorFlow in 0.32 and newer.
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +15,8 @@ from kdpkit import corpora, errors
 from kdpkit._internal import checks, processes
 
 _LINES_AT_ONCE = 4096
+_COMMON_WORDS = 100
+_MOST_SENTENCES = 200  # in which words are guessed
 
 
 def from_preset(kind: Any, preset: str, **settings: Any) -> Any:
@@ -32,6 +34,15 @@ def from_preset(kind: Any, preset: str, **settings: Any) -> Any:
             "directory that `save_to_preset` wrote, or, where there is a network, one of "
             f"{checks.listed(kind.presets)}."
         ) from error
+
+
+def tokenizer(preset: str | None, lines: Sequence[str], vocabulary_size: int) -> Any:
+    """Return a preset's tokenizer; without a preset BERT's, with words learned from lines."""
+    from keras_hub import models
+
+    if preset:
+        return from_preset(models.Tokenizer, preset)
+    return models.BertTokenizer(corpora.learn_vocabulary(lines, vocabulary_size), lowercase=True)
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
@@ -138,19 +149,74 @@ def attention(model: Any, dataset: Any) -> str:
     return slow_steps.attention_of(model, batches.batches_of(dataset).first)
 
 
-def print_guesses(model: Any, tokenizer: Any, splits: Any) -> None:
-    """Leave a frequent word out of each held-out sentence, and print the model's best guesses."""
+def print_guesses(model: Any, tokenizer: Any, splits: Any, tested: Any, accuracy: float) -> None:
+    """Print a masked language model's accuracy beside a constant guess's, and words it fills in.
+
+    Each is left out of a sentence of the test text, and is none of the hundred commonest words, nor
+    are the guesses.
+
+    Args:
+        model: A masked language model of KerasHub.
+        tokenizer: Its tokenizer.
+        splits: The text that it was trained and tested on.
+        tested: The batches that it was tested on.
+        accuracy: Its accuracy on them.
+    """
+    commonest, share = _commonest_label(tested)
+    print(
+        f"Of the masked tokens of the test text {accuracy:.1%} are right; guessing the commonest\n"
+        f'one each time, "{tokenizer.id_to_token(commonest)}", gets {share:.1%}.'
+    )
     counts = collections.Counter(re.findall("[a-z]+", " ".join(splits.train).lower()))
-    frequent = {word for word, _ in counts.most_common(100)} & {*tokenizer.get_vocabulary()}
-    sentence_of_6_to_13_words = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
-    gaps = []  # the text before the word, the word, and the text after it
-    for sentence in re.findall(sentence_of_6_to_13_words, "\n".join(splits.test), re.MULTILINE):
-        words = sentence.split(" ")
-        if positions := [i for i, word in enumerate(words) if word in frequent]:
-            i = positions[len(positions) // 2]  # of several frequent words the one in the middle
-            gaps.append((" ".join(words[:i]), words[i], " ".join(words[i + 1 :])))
+    common = {word for word, _ in counts.most_common(_COMMON_WORDS)}
+    vocabulary = tokenizer.get_vocabulary()
+    is_rarer = np.array([token.isalpha() and token not in common for token in vocabulary])
+    rarer = {token for token, is_one in zip(vocabulary, is_rarer, strict=True) if is_one}
+    gaps = _gaps(splits.test, rarer)
     if not gaps:
         return
+    probabilities = _probabilities(model, tokenizer, gaps) * is_rarer
+    guesses = np.argsort(-probabilities, axis=1)[:, :4]
+    is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
+    first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
+    print(
+        f"Of {len(gaps)} words beyond the {_COMMON_WORDS} commonest, each left out of a test "
+        f"sentence, the first\nguess is right for {first:.0%}, one of four for {among_four:.0%}. "
+        "The surest guesses, of different words:"
+    )
+    surest = np.argsort(-probabilities.max(axis=1))
+    different = {guesses[row, 0]: row for row in surest[::-1]}  # the surest sentence of each word
+    for row in sorted(different.values(), key=[*surest].index)[:4]:
+        before, word, after = gaps[row]
+        best = (f"{tokenizer.id_to_token(i)} {probabilities[row, i]:.0%}" for i in guesses[row])
+        print(f"  {before}____{after}\n    {', '.join(best)}; it was: {word}")
+
+
+def _commonest_label(batches: Any) -> tuple[int, float]:
+    """Return the commonest label of weighted batches, and its share of the weights."""
+    totals: collections.Counter[int] = collections.Counter()
+    for batch in batches:
+        _, labels, weights = keras.tree.map_structure(np.asarray, batch)
+        counts = np.bincount(labels.ravel(), weights.ravel())
+        totals.update({int(label): float(counts[label]) for label in np.flatnonzero(counts)})
+    ((label, weight),) = totals.most_common(1)
+    return label, weight / totals.total()
+
+
+def _gaps(lines: Sequence[str], words: Collection[str]) -> list[tuple[str, str, str]]:
+    """Return what is before each of the words in short sentences, the word, and the rest."""
+    sentence_of_6_to_13_words = r"(?:^|(?<=[.!?] ))[A-Z][a-z]*(?:,? [\w'-]+){5,12}\.(?= |$)"
+    sentences = re.findall(sentence_of_6_to_13_words, "\n".join(lines), re.MULTILINE)
+    return [
+        (sentence[: found.start()], found[0], sentence[found.end() :])
+        for sentence in [*dict.fromkeys(sentences)][:_MOST_SENTENCES]
+        for found in re.finditer(r"(?<![\w'-])[a-z]+(?![\w'-])", sentence)
+        if found[0] in words
+    ]
+
+
+def _probabilities(model: Any, tokenizer: Any, gaps: Sequence[tuple[str, str, str]]) -> np.ndarray:
+    """Return the probability of each token in the gaps of sentences."""
     start, mask, end = (getattr(tokenizer, f"{name}_token_id") for name in ("start", "mask", "end"))
     ids = np.full((len(gaps), 64), tokenizer.pad_token_id)
     for row, (before, _, after) in zip(ids, gaps, strict=True):
@@ -159,20 +225,8 @@ def print_guesses(model: Any, tokenizer: Any, splits: Any) -> None:
     features = {"token_ids": ids, "segment_ids": np.zeros_like(ids)}
     features["padding_mask"] = ids != tokenizer.pad_token_id
     features["mask_positions"] = np.argmax(ids == mask, axis=1)[:, np.newaxis]
-    is_word = np.array([token.isalpha() for token in tokenizer.get_vocabulary()])
     logits = keras.ops.cast(model(features)[:, 0], "float32")
-    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits)) * is_word
-    guesses = np.argsort(-probabilities, axis=1)[:, :4]
-    is_right = guesses == [[tokenizer.token_to_id(word)] for _, word, _ in gaps]
-    first, among_four = is_right[:, 0].mean(), is_right.any(axis=1).mean()
-    print(f"A word left out of {len(gaps)} sentences that training has not seen: the first guess")
-    print(
-        f"is right for {first:.0%} of them, one of four for {among_four:.0%}. The surest guesses:"
-    )
-    for row in np.argsort(-probabilities.max(axis=1))[:4]:
-        before, word, after = gaps[row]
-        best = (f"{tokenizer.id_to_token(i)} {probabilities[row, i]:.0%}" for i in guesses[row])
-        print(f"  {before} ____ {after}\n    {', '.join(best)}; it was: {word}")
+    return keras.ops.convert_to_numpy(keras.ops.softmax(logits))
 
 
 def print_continued(
