@@ -183,7 +183,7 @@ def assert_read_values_stay(model, data):
 @pytest.mark.parametrize(("optimizer", "jit_compile"), [("adam", False), ("sgd", True)])
 def test_steps_do_not_change_values_that_were_read(optimizer, jit_compile):
     if optimizer == "sgd":
-        averages = keras.backend.backend() != "jax"  # upstream/keras_jax_ema_shares_arrays.md
+        averages = keras.backend.backend() != "jax"  # upstream/keras_jax_ema_shares_arrays.py
         optimizer = keras.optimizers.SGD(momentum=0.9, use_ema=averages)
     assert_read_values_stay(*stepping(optimizer, jit_compile=jit_compile))
 

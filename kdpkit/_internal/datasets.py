@@ -3,7 +3,7 @@
 TensorFlow uses the arrays of a Python generator without a copy, and may compute in place in a
 slice of one. So `y_true - y_pred` on a replica's part of a batch overwrites the user's labels, and
 the next epoch trains on the differences. Once this is fixed upstream, the copies can go:
-`docs/upstream/tensorflow_writes_into_numpy_arrays.md`.
+`docs/upstream/tensorflow_writes_into_numpy_arrays.py`.
 
 The private parts of tf.data that are read here are the same in TensorFlow 2.20 and 2.21. A dataset
 that does not have them is copied.

@@ -112,7 +112,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         if self._has_rate and self._notes:
             batch, count, _ = self._notes[-1]
             # After a call its note counts, because at the end of the data TensorFlow may count one
-            # batch too many: docs/upstream/keras_begins_a_batch_too_many.md
+            # batch too many: docs/upstream/keras_begins_a_batch_too_many.py
             last_update = self._update_before(self._count_batches() if batch < 0 else int(count))
             if last_update != self._last_update:
                 self._last_update, self._rate = last_update, self._rate_of(last_update, self._notes)

@@ -1,7 +1,7 @@
 """Sockets: who listens at an address, who can connect here, and the addresses of all processes.
 
 JAX's coordinator listens where it is asked to. TensorFlow's servers listen on all interfaces
-(docs/upstream/tensorflow_servers_listen_on_all_interfaces.md); the kernel then drops what comes to
+(docs/upstream/tensorflow_servers_listen_on_all_interfaces.py); the kernel then drops what comes to
 their sockets from elsewhere.
 """
 

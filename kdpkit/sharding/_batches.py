@@ -62,7 +62,7 @@ def split_examples(batch: Any, mesh: Mesh) -> Any:
     Outside `jax.jit` this changes nothing.
     """
     even = by_examples(mesh)
-    # Devices that share a model divide it too: docs/upstream/xla_adds_up_padding.md
+    # Devices that share a model divide it too: docs/upstream/xla_adds_up_padding.py
     uneven = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def split(part: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A call of a block becomes a function of its tensors and of the variables that it reads. So it
 assigns variables once, and its dropout draws the same numbers when it is computed again.
-`keras.RematScope` fails if a layer has a state: docs/upstream/keras_remat_and_state.md
+`keras.RematScope` fails if a layer has a state: docs/upstream/keras_remat_and_state.py
 """
 
 import contextlib

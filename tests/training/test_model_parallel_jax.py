@@ -387,7 +387,7 @@ SUMS = {
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_that_xla_computes_wrong_are_those_of_one_device(name, shape):
-    """docs/upstream/xla_grouped_convolutions.md and xla_adds_up_padding.md."""
+    """docs/upstream/xla_grouped_convolutions.py and xla_adds_up_padding.py."""
     random = np.random.default_rng(0)
     table = random.normal(size=(64, 16)).astype("float32")
     tokens = random.integers(1, 64, (24, 8)).astype("int32")

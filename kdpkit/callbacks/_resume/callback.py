@@ -367,7 +367,7 @@ class Resume(keras.callbacks.Callback):
         """Save if a save is due; `on_epoch_end` saves the end of an epoch."""
         position = Position(self._position.epoch, self._steps_before + batch)
         if position.step >= self._steps_per_epoch:
-            # docs/upstream/keras_begins_a_batch_too_many.md: this ends the epoch for Keras.
+            # docs/upstream/keras_begins_a_batch_too_many.py: this ends the epoch for Keras.
             raise StopIteration
         if self._restored_state:  # Only now, because torch's `DataLoader` draws before.
             model_state.restore_torch_random_state(self._restored_state.arrays)

@@ -203,7 +203,7 @@ def _placing_without_weights(original: Callable) -> Callable:
 
 def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:
     """Restore the values of variables if a method fails while Keras holds them elsewhere."""
-    # docs/upstream/keras_jax_evaluate_loses_weights.md
+    # docs/upstream/keras_jax_evaluate_loses_weights.py
     mesh = as_mesh(distribution)
 
     @functools.wraps(method)
@@ -239,7 +239,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 def _separate_values(variables: Sequence[keras.Variable]) -> None:
     """Copy a value that two variables share, since XLA can reuse a buffer only once."""
-    # docs/upstream/keras_jax_ema_shares_arrays.md
+    # docs/upstream/keras_jax_ema_shares_arrays.py
     seen: set[int] = set()
     for variable in variables:
         if variable._value is not None and id(variable._value) in seen:

@@ -31,13 +31,13 @@ def divide_sums(mesh: Mesh) -> None:
 
 
 def _of_convolution(devices: int, settings: Any, *_: Any) -> Sequence[int]:  # noqa: ARG001
-    # docs/upstream/xla_grouped_convolutions.md
+    # docs/upstream/xla_grouped_convolutions.py
     is_in_groups = settings["batch_group_count"] > 1
     return [spec[1] for spec in settings["dimension_numbers"][:2]] if is_in_groups else ()
 
 
 def _of_scatter(devices: int, settings: Any, _: Any, __: Any, updates: Any) -> Sequence[int | None]:
-    # docs/upstream/xla_adds_up_padding.md
+    # docs/upstream/xla_adds_up_padding.py
     numbers = settings["dimension_numbers"]
     axes = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
     if not any(updates.shape[axis] % devices for axis in axes):

@@ -94,7 +94,7 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
 
     `tf.custom_gradient` would compute the inputs wherever the outputs are needed, search the graph
     for variables, and keep all of it for as long as the process lives
-    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md). Outputs and inputs are tensors or
+    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.py). Outputs and inputs are tensors or
     lists of them; `gradient` gets the gradients of the outputs, and returns those of the inputs.
     """
     with stop_recording():
@@ -295,7 +295,7 @@ def with_one_learning_rate(
     Keras computes it for every variable, and with weight decay twice: an eighth of all operations
     of BERT's step. A user's own optimizer may mean another rate each time, and is not changed.
     """
-    # docs/upstream/keras_asks_the_schedule_for_every_variable.md
+    # docs/upstream/keras_asks_the_schedule_for_every_variable.py
     inner = optimizers.unscaled(optimizer)
     is_of_keras = type(inner).__module__.partition(".")[0] == "keras"
     schedule = getattr(inner, "_learning_rate", None)

@@ -89,7 +89,7 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
 def _build(optimizer: Any, variables: Any) -> None:
     """Build a user's optimizer, but raise if it assigns variables then.
 
-    On one device every step would do so: docs/upstream/keras_repeats_optimizer_build.md
+    On one device every step would do so: docs/upstream/keras_repeats_optimizer_build.py
     """
     assigned: list[str] = []
     original = keras.Variable.assign
@@ -114,7 +114,7 @@ def _build(optimizer: Any, variables: Any) -> None:
 def apply_scaled(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
-    """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.md."""
+    """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.py."""
     if current_mesh() is None:
         return original(optimizer, grads, trainable_variables)
     return optimizer._common_apply(grads, trainable_variables)

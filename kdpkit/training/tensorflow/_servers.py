@@ -187,7 +187,7 @@ def _numbered(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
     Keras reads `iterations` several times, and increments it in two operations at the end, while
     other workers do so too. Here one operation reads and increments it.
     """
-    # docs/upstream/keras_counts_updates_in_two_operations.md
+    # docs/upstream/keras_counts_updates_in_two_operations.py
     apply = optimizer.apply
 
     def numbered(grads: Any, trainable_variables: Any = None) -> None:
