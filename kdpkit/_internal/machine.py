@@ -7,6 +7,8 @@ process; so the chips are looked up first, as JAX does, among the devices on the
 import os
 from pathlib import Path
 
+from kdpkit import errors
+
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # also the vendor of the network cards of Google's virtual machines
 # From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
@@ -32,11 +34,32 @@ def reserve(devices: int) -> None:
         os.environ.setdefault("PJRT_NPROC", str(2 * devices))
 
 
-def split_for_jax(devices: int) -> None:
-    """Let XLA split the CPU into devices, with enough threads, before JAX starts."""
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    reserve(devices)
+def split_cpu(devices: int, backend: str) -> None:
+    """Split the CPU into logical devices, before the backend's runtime starts.
+
+    TensorFlow raises where it has started with fewer; JAX then keeps what it has, and the number in
+    XLA_FLAGS counts that was added last.
+    """
+    if backend == "jax":
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        reserve(devices)
+        return
+    import tensorflow as tf
+
+    cpu, *_ = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * devices
+        )
+    except RuntimeError:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present < devices:
+            raise errors.InputError(
+                f"TensorFlow has already started, with {present} logical CPU device(s), and cannot "
+                f"split them any more. Received: count={devices}. Split the CPU first: before any "
+                "tensor, variable, model or `adapt()`."
+            ) from None
 
 
 def cores() -> int:

@@ -54,9 +54,7 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
             checks.fail(
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
-                remedy="For logical CPU devices set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}, and on fewer than "
-                f"{2 * count} cores PJRT_NPROC={2 * count}, before JAX starts.",
+                remedy=f"Split the CPU first: `kdpkit.testing.use_logical_cpus({count})`.",
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdpkit import errors
 from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
@@ -150,19 +149,7 @@ def split_device(kind: str, count: int) -> list[str]:
     """
     checks.one_of("kind", kind, ("CPU",))
     count = checks.integer("count", count)
-    cpu, *_ = tf.config.list_physical_devices("CPU")
-    try:
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * count
-        )
-    except RuntimeError:
-        present = len(tf.config.list_logical_devices("CPU"))
-        if present < count:
-            raise errors.InputError(
-                f"TensorFlow has already started, with {present} logical CPU device(s), and cannot "
-                f"split them any more. Received: count={count}. Call `split_device` first: before "
-                "any tensor, variable, model or `adapt()`."
-            ) from None
+    machine.split_cpu(count, "tensorflow")
     return [f"CPU:{index}" for index in range(count)]
 
 

@@ -12,12 +12,7 @@ def use_logical_cpus(count: int = 8) -> None:
     On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`, with enough threads
     for programs that use all of them.
     """
-    if keras.backend.backend() == "jax":
-        machine.split_for_jax(count)
-        return
-    from kdpkit.strategies import split_device
-
-    split_device("CPU", count)
+    machine.split_cpu(count, keras.backend.backend())
 
 
 def toy_classification(

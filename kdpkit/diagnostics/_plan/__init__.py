@@ -78,7 +78,7 @@ def _run_memory(args: argparse.Namespace) -> int:
             remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
         )
     (replicas,), memory = args.replicas, bytes_of(memory)
-    machine.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
+    machine.split_cpu(checks.integer("replicas", replicas), "jax")  # before the target starts
     from kdpkit.diagnostics._doctor import target as targets
 
     with targets.named(target) as make:
