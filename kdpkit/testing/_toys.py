@@ -1,4 +1,6 @@
-"""Logical devices, toy data and tiny models."""
+"""Logical devices, toy data, tiny models, and how far two trainings are apart."""
+
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -13,6 +15,16 @@ def use_logical_cpus(count: int = 8) -> None:
     for programs that use all of them.
     """
     machine.split_cpu(count, keras.backend.backend())
+
+
+def off_by(weights: Iterable, expected: Iterable, start: Iterable) -> float:
+    """Return the largest difference from what is expected, relative to the largest change."""
+    arrays = [[*map(np.asarray, each)] for each in (weights, expected, start)]
+    difference, change = (
+        np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(arrays[1], others, strict=True)])
+        for others in (arrays[0], arrays[2])
+    )
+    return float(difference / change)
 
 
 def toy_classification(
