@@ -25,8 +25,8 @@ KERAS = _numbers(keras.__version__)
 def reject_unknown(name: str, **versions: str) -> NoReturn:
     """Raise for a Keras, or what is below it, with internals that no tested version has."""
     checks.fail(
-        f"`replica_exact` works inside Keras 3.13 to 3.16, and in this version `{name}` differs. "
-        "Install one of these, or update kdpkit.",
+        f"kdpkit needs `{name}` as Keras 3.13 to 3.16 have it, and this version differs. Install "
+        "one of these, or update kdpkit.",
         keras=keras.__version__,
         **versions,
     )

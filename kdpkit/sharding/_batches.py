@@ -6,8 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdpkit._internal import checks, shards
+from kdpkit._internal import checks
 from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding import _shards as shards
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

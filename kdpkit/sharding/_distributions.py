@@ -9,8 +9,9 @@ import jax
 import keras
 from jax.sharding import Mesh, PartitionSpec
 
-from kdpkit._internal import checks, shards
+from kdpkit._internal import checks
 from kdpkit.sharding import _layouts
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._layouts import describe as describe
 from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh, made
 

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from kdpkit import errors
-from kdpkit._internal import checks, machine, shards
+from kdpkit._internal import checks, machine
+from kdpkit.sharding import _shards as shards
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 MODEL_AXIS = "model"

@@ -318,7 +318,7 @@ def test_accumulated_gradients_and_blocks_computed_again_train_as_on_one_device(
     ],
 )
 def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, monkeypatch):
-    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 64)
+    monkeypatch.setattr("kdpkit.sharding._shards.SMALL", 64)
     distribution = sharding.ModelParallel(4, model=2, shard=shard)
     model, _ = trained("Llama3", distribution)
     assert_trained_as_one(model, "Llama3")

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from keras import layers
 
 from kdpkit import sharding, training
-from kdpkit._internal import shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import place_batch
 from kdpkit.sharding._meshes import as_mesh, data_mesh
 from kdpkit.testing._toys import off_by
@@ -197,7 +197,7 @@ def test_cut_variables_train_as_on_one_device(train, shard):
 
 
 def test_masks_reach_the_loss_of_cut_weights(monkeypatch):
-    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 10)
+    monkeypatch.setattr("kdpkit.sharding._shards.SMALL", 10)
     tokens = np.random.default_rng(0).integers(0, 12, (16, 6))
     tokens[::2, 3:] = 0  # padding
 

@@ -80,7 +80,7 @@ def findings(model: Any, batch: Any) -> list[Finding]:
         return [*outputs.findings(model, batch), *of_step(model, batch)]
     except Exception as error:  # tracing runs the user's code, which may raise anything
         problem = f"The training fails: {checks.reason_of(error)}"
-        return [Finding("step", "error", "train", problem, "Train one batch, and mend that first.")]
+        return [Finding("step", "error", "train", problem, "Fix what one batch raises.")]
 
 
 def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Finding]:

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
-from kdpkit._internal import checks, processes, shards, versions
+from kdpkit._internal import checks, processes, versions
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._lowering import divide_sums

@@ -11,9 +11,9 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from kdpkit import sharding
-from kdpkit._internal import shards, versions
-from kdpkit._internal.shards import batch_shards
+from kdpkit._internal import versions
 from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import by_examples, replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._remat import blocks_of, rematerialized
@@ -159,7 +159,7 @@ class StepMemory:
             *([_spec(v.shape, v.dtype, place(v)) for v in group] for group, place in groups)
         )
         size = math.ceil(self.global_batch_size / accumulation)
-        placement = replicated(mesh) if size % batch_shards(mesh) else by_examples(mesh)
+        placement = replicated(mesh) if size % shards.batch_shards(mesh) else by_examples(mesh)
         batch = jax.tree.map(
             lambda part: _spec((size, *part.shape[1:]), part.dtype, placement), self.batch
         )

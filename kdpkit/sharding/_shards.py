@@ -91,7 +91,8 @@ class Shards(NamedTuple):
             return self._placed(spec)
         divisible = [i for i, size in enumerate(shape) if axes[i] is None and size % count == 0]
         if not divisible:
-            warnings.warn(  # with this line as its place, so that Python shows it once
+            # `stacklevel=1` makes this line its origin, so that Python shows one for all variables.
+            warnings.warn(
                 f"A large variable stays complete on all {count} devices, as they divide none of "
                 "its axes.",
                 stacklevel=1,
