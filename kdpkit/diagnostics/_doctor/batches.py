@@ -132,15 +132,10 @@ def is_tf_dataset(value: Any) -> bool:
     return tf is not None and isinstance(value, tf.data.Dataset)
 
 
-def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
-    """Return the dataset that `Resume` tracks, or one that it does not track itself."""
-    return vars(dataset).get("_dataset", dataset)
-
-
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
-        dataset = copy.copy(untracked(dataset))  # which may count what is taken
+        dataset = copy.copy(dataset)  # which may count what is taken
         count = dataset.num_batches
         first = None if count == 0 else dataset[0]
         return first, dataset[count - 1] if count and count > 1 else first
