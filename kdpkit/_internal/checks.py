@@ -24,6 +24,8 @@ _LONGEST = 400  # characters of a value that a message shows
 _MOST_LISTED = 8  # names
 _LONGEST_REASON = 300  # characters
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
+
 # What `first_line` removes: TensorFlow's names of nodes and operations, Keras' bold letters, and
 # the arguments that it lists.
 _DETAILS = re.compile(
@@ -102,6 +104,18 @@ def number(
         texts = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
         _reject(f"`{name}` must be {' and '.join(texts)}.", name, value)
     return real
+
+
+def size_in_bytes(name: str, value: object) -> int:
+    """Accept a number of bytes, or a text such as "16GiB"."""
+    if not isinstance(value, str):
+        return integer(name, value)
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        fail(f"`{name}` must be a number of bytes, or as '16GiB', '80GB'.", **{name: value})
+    number, unit, is_binary = match.groups()
+    base = 1024 if is_binary else 1000
+    return integer(name, int(float(number) * base ** (1 + "KMGT".index(unit))))
 
 
 def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
