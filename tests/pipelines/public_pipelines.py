@@ -480,291 +480,193 @@ DECODED = lambda name: (decode(name), tf.strings.length(name) % 2)  # noqa: E731
 TABLE = {"age": X[:, 0], "fare": X[:, 1]}
 AUGMENT = Flipped()
 
-#: Correct pipelines of tutorials: where it is from, the pipeline, how `fit` is called.
+#: Correct pipelines of tutorials, by where they are from.
 TUTORIALS = {
-    "tensorflow: image classification": (
-        lambda: images().cache().shuffle(1000).prefetch(AUTOTUNE),
-        {},
+    "tensorflow: image classification": lambda: images().cache().shuffle(1000).prefetch(AUTOTUNE),
+    "tensorflow: load images, split": lambda: (
+        Dataset.list_files(FILES, shuffle=False)
+        .shuffle(9, reshuffle_each_iteration=False)
+        .skip(1)
+        .map(DECODED, AUTOTUNE)
+        .cache()
+        .shuffle(1000)
+        .batch(2, drop_remainder=True)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: load images, split": (
-        lambda: (
-            Dataset.list_files(FILES, shuffle=False)
-            .shuffle(9, reshuffle_each_iteration=False)
-            .skip(1)
-            .map(DECODED, AUTOTUNE)
+    "tensorflow: load csv": lambda: slices(TABLE, RARE).shuffle(2000).batch(40),
+    "tensorflow: text generation": lambda: (
+        slices(TOKENS.ravel())
+        .batch(101, drop_remainder=True)
+        .map(lambda w: (w[:-1], w[1:]))
+        .shuffle(10_000)
+        .batch(64, drop_remainder=True)
+        .prefetch(AUTOTUNE)
+    ),
+    "tensorflow: translation": lambda: (
+        slices(TEXTS, TEXTS)
+        .shuffle(2000)
+        .batch(50)
+        .map(
+            lambda a, b: ((tf.strings.length(a), tf.strings.length(b)), tf.strings.length(b)),
+            AUTOTUNE,
+        )
+        .prefetch(AUTOTUNE)
+    ),
+    "tensorflow: cyclegan": lambda: Dataset.zip(
+        (
+            slices(IMAGES)
             .cache()
+            .map(tf.image.random_flip_left_right, AUTOTUNE)
             .shuffle(1000)
-            .batch(2, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "tensorflow: load csv": (lambda: slices(TABLE, RARE).shuffle(2000).batch(40), {}),
-    "tensorflow: mnist of tfds": (
-        lambda: (
-            slices(X, MIXED)
-            .map(lambda x, y: (x / 255, y), AUTOTUNE)
+            .batch(1),
+            slices(IMAGES[:300])
             .cache()
-            .shuffle(2000)
-            .batch(100)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+            .map(tf.image.random_flip_left_right, AUTOTUNE)
+            .shuffle(1000)
+            .batch(1),
+        )
     ),
-    "tensorflow: text generation": (
-        lambda: (
-            slices(TOKENS.ravel())
-            .batch(101, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]))
-            .shuffle(10_000)
-            .batch(64, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: pix2pix": lambda: (
+        Dataset.list_files(FILES)
+        .map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE)
+        .shuffle(400)
+        .batch(1)
     ),
-    "tensorflow: translation": (
-        lambda: (
-            slices(TEXTS, TEXTS)
-            .shuffle(2000)
-            .batch(50)
-            .map(
-                lambda a, b: ((tf.strings.length(a), tf.strings.length(b)), tf.strings.length(b)),
-                AUTOTUNE,
+    "tensorflow: segmentation": lambda: (
+        slices(IMAGES, MASKS)
+        .cache()
+        .shuffle(1000)
+        .batch(50)
+        .repeat()
+        .map(AUGMENT, AUTOTUNE)
+        .prefetch(AUTOTUNE)
+    ),
+    "tensorflow: augmentation with counters": lambda: (
+        Dataset.zip((slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter())))
+        .shuffle(1000)
+        .map(
+            lambda example, seed: (
+                tf.image.stateless_random_contrast(example[0], 0.5, 1, seed),
+                example[1],
+            ),
+            AUTOTUNE,
+        )
+        .batch(50)
+        .prefetch(AUTOTUNE)
+    ),
+    "tensorflow: imbalanced data": lambda: (
+        Dataset.sample_from_datasets(
+            [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)],
+            weights=[0.5, 0.5],
+        )
+        .batch(2048)
+        .prefetch(2)
+    ),
+    "tensorflow: rejection sampling": lambda: (
+        slices(X, RARE)
+        .shuffle(2000)
+        .rejection_resample(lambda _, y: y, [0.5, 0.5], [0.9, 0.1])
+        .map(lambda _, example: example, AUTOTUNE)
+        .batch(10)
+        .prefetch(2)
+    ),
+    "tensorflow: time series": lambda: keras.utils.timeseries_dataset_from_array(
+        X, None, sequence_length=24, shuffle=True, batch_size=32
+    ).map(lambda w: (w[:, :-1], w[:, -1:])),
+    "tensorflow: distributed training": lambda: slices(X, MIXED).shuffle(2000).batch(50),
+    "tensorflow: bottlenecks, files": lambda: (
+        Dataset.list_files(FILES)
+        .interleave(tf.data.TextLineDataset, cycle_length=4, num_parallel_calls=AUTOTUNE)
+        .shuffle(2048)
+        .batch(64)
+        .prefetch(AUTOTUNE)
+    ),
+    "keras: records without an order": lambda: (
+        unordered(
+            Dataset.list_files(FILES).interleave(
+                tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE
             )
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+        )
+        .map(tf.strings.length, AUTOTUNE)
+        .shuffle(2048)
+        .prefetch(AUTOTUNE)
+        .batch(64)
     ),
-    "tensorflow: word2vec": (
-        lambda: (
-            slices((TOKENS[:, 0], TOKENS[:, :5]), TOKENS[:, 5:10])
-            .shuffle(10_000)
-            .batch(1024, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "keras: captcha": lambda: (
+        slices(TEXTS, TOKENS)
+        .map(lambda x, y: {"image": tf.strings.length(x), "label": y}, AUTOTUNE)
+        .batch(50)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: dcgan": (lambda: slices(IMAGES).shuffle(60_000).batch(200), {}),
-    "tensorflow: cyclegan": (
-        lambda: Dataset.zip(
+    "keras: segmentation of permuted paths": lambda: (
+        slices(IMAGES, MASKS).map(lambda x, y: (tf.cast(x, "float32"), y), AUTOTUNE).batch(50)
+    ),
+    "keras: forecasting": lambda: keras.utils.timeseries_dataset_from_array(
+        X, np.arange(2000) // 500, sequence_length=24, batch_size=32, shuffle=False
+    ),
+    "keras: labels of an activity, windows": lambda: (
+        slices(X, SORTED)
+        .window(20, shift=20, drop_remainder=True)
+        .flat_map(lambda x, y: Dataset.zip((x.batch(20), y.batch(20))))
+        .shuffle(100)
+        .batch(10)
+    ),
+    "keras: mixup": lambda: Dataset.zip(
+        (mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
+    ).map(of_pairs, AUTOTUNE),
+    "keras: triplets": lambda: (
+        Dataset.zip(
             (
-                slices(IMAGES)
-                .cache()
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .shuffle(1000)
-                .batch(1),
-                slices(IMAGES[:300])
-                .cache()
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .shuffle(1000)
-                .batch(1),
+                slices(TEXTS),
+                slices(TEXTS),
+                slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096),
             )
-        ),
-        {},
+        )
+        .shuffle(1024)
+        .map(lambda *names: tuple(map(tf.strings.length, names)))
+        .batch(32, drop_remainder=True)
+        .prefetch(8)
     ),
-    "tensorflow: pix2pix": (
-        lambda: (
-            Dataset.list_files(FILES)
-            .map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE)
-            .shuffle(400)
-            .batch(1)
-        ),
-        {},
+    "keras: labelled and unlabelled": lambda: Dataset.zip(
+        (slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
+    ).prefetch(AUTOTUNE),
+    "keras: two domains": lambda: Dataset.zip(
+        (
+            slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
+            slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
+        )
     ),
-    "tensorflow: segmentation": (
-        lambda: (
-            slices(IMAGES, MASKS)
-            .cache()
-            .shuffle(1000)
-            .batch(50)
-            .repeat()
-            .map(AUGMENT, AUTOTUNE)
-            .prefetch(AUTOTUNE)
-        ),
-        {"epochs": 20, "steps_per_epoch": 6},
+    "keras: sounds and their labels": lambda: (
+        Dataset.zip((slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED)))
+        .shuffle(2000, seed=4)
+        .batch(50)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: augmentation with counters": (
-        lambda: (
-            Dataset.zip(
-                (slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter()))
-            )
-            .shuffle(1000)
-            .map(
-                lambda example, seed: (
-                    tf.image.stateless_random_contrast(example[0], 0.5, 1, seed),
-                    example[1],
-                ),
-                AUTOTUNE,
-            )
+    "keras: one source, seeded twice": lambda: Dataset.zip(
+        tuple(
+            slices(IMAGES)
+            .shuffle(1024, seed=2)
+            .map(tf.image.random_flip_left_right, AUTOTUNE)
             .batch(50)
             .prefetch(AUTOTUNE)
-        ),
-        {},
+            for _ in range(2)
+        )
     ),
-    "tensorflow: imbalanced data": (
-        lambda: (
-            Dataset.sample_from_datasets(
-                [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)],
-                weights=[0.5, 0.5],
-            )
-            .batch(2048)
-            .prefetch(2)
-        ),
-        {"epochs": 9, "steps_per_epoch": 20},
-    ),
-    "tensorflow: rejection sampling": (
-        lambda: (
-            slices(X, RARE)
-            .shuffle(2000)
-            .rejection_resample(lambda _, y: y, [0.5, 0.5], [0.9, 0.1])
-            .map(lambda _, example: example, AUTOTUNE)
-            .batch(10)
-            .prefetch(2)
-        ),
-        {},
-    ),
-    "tensorflow: time series": (
-        lambda: keras.utils.timeseries_dataset_from_array(
-            X, None, sequence_length=24, shuffle=True, batch_size=32
-        ).map(lambda w: (w[:, :-1], w[:, -1:])),
-        {},
-    ),
-    "tensorflow: distributed training": (
-        lambda: slices(X, MIXED).shuffle(2000).batch(50),
-        {"replicas": 2},
-    ),
-    "tensorflow: bottlenecks, files": (
-        lambda: (
-            Dataset.list_files(FILES)
-            .interleave(tf.data.TextLineDataset, cycle_length=4, num_parallel_calls=AUTOTUNE)
-            .shuffle(2048)
-            .batch(64)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: records without an order": (
-        lambda: (
-            unordered(
-                Dataset.list_files(FILES).interleave(
-                    tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE
-                )
-            )
-            .map(tf.strings.length, AUTOTUNE)
-            .shuffle(2048)
-            .prefetch(AUTOTUNE)
-            .batch(64)
-        ),
-        {},
-    ),
-    "keras: captcha": (
-        lambda: (
-            slices(TEXTS, TOKENS)
-            .map(lambda x, y: {"image": tf.strings.length(x), "label": y}, AUTOTUNE)
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: segmentation of permuted paths": (
-        lambda: (
-            slices(IMAGES, MASKS).map(lambda x, y: (tf.cast(x, "float32"), y), AUTOTUNE).batch(50)
-        ),
-        {},
-    ),
-    "keras: forecasting": (
-        lambda: keras.utils.timeseries_dataset_from_array(
-            X, np.arange(2000) // 500, sequence_length=24, batch_size=32, shuffle=False
-        ),
-        {},
-    ),
-    "keras: labels of an activity, windows": (
-        lambda: (
-            slices(X, SORTED)
-            .window(20, shift=20, drop_remainder=True)
-            .flat_map(lambda x, y: Dataset.zip((x.batch(20), y.batch(20))))
-            .shuffle(100)
-            .batch(10)
-        ),
-        {},
-    ),
-    "keras: mixup": (
-        lambda: Dataset.zip((mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))).map(
-            of_pairs, AUTOTUNE
-        ),
-        {},
-    ),
-    "keras: triplets": (
-        lambda: (
-            Dataset.zip(
-                (
-                    slices(TEXTS),
-                    slices(TEXTS),
-                    slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096),
-                )
-            )
-            .shuffle(1024)
-            .map(lambda *names: tuple(map(tf.strings.length, names)))
-            .batch(32, drop_remainder=True)
-            .prefetch(8)
-        ),
-        {},
-    ),
-    "keras: labelled and unlabelled": (
-        lambda: Dataset.zip(
-            (slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
-        ).prefetch(AUTOTUNE),
-        {},
-    ),
-    "keras: two domains": (
-        lambda: Dataset.zip(
-            (
-                slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
-                slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
-            )
-        ),
-        {},
-    ),
-    "keras: sounds and their labels": (
-        lambda: (
-            Dataset.zip((slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED)))
-            .shuffle(2000, seed=4)
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: one source, seeded twice": (
-        lambda: Dataset.zip(
-            tuple(
-                slices(IMAGES)
-                .shuffle(1024, seed=2)
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .batch(50)
-                .prefetch(AUTOTUNE)
-                for _ in range(2)
-            )
-        ),
-        {},
-    ),
-    "keras: structured data": (
-        lambda: (
-            slices(TABLE, RARE)
-            .map(lambda x, y: (x, y), AUTOTUNE)
-            .shuffle(2000)
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: rarely positive": (
-        lambda: slices(X, (np.arange(2000) % 500 == 499).astype("int32")).batch(50),
-        {},
-    ),
-    "validation, in the order of classes": (lambda: batched(ordered()), {"training": False}),
-    "validation of a folder": (lambda: images(shuffle=False), {"training": False}),
-    "a regression, sorted": (lambda: batched(slices(X, np.linspace(0, 1, 2000))), {}),
-    "all labels the same": (lambda: batched(slices(X, np.zeros(2000, "int32"))), {}),
+    "keras: rarely positive": lambda: slices(
+        X, (np.arange(2000) % 500 == 499).astype("int32")
+    ).batch(50),
+    "validation, in the order of classes": lambda: batched(ordered()),
+    "validation of a folder": lambda: images(shuffle=False),
+    "a regression, sorted": lambda: batched(slices(X, np.linspace(0, 1, 2000))),
+    "all labels the same": lambda: batched(slices(X, np.zeros(2000, "int32"))),
+}
+#: How `fit` is called in some of them.
+FITS = {
+    "tensorflow: segmentation": {"epochs": 20, "steps_per_epoch": 6},
+    "tensorflow: imbalanced data": {"epochs": 9, "steps_per_epoch": 20},
+    "tensorflow: distributed training": {"replicas": 2},
+    "validation, in the order of classes": {"training": False},
+    "validation of a folder": {"training": False},
 }
 MISTAKES += [
     (
