@@ -57,9 +57,6 @@ class RemotePath(pathlib.PurePosixPath):
     def read_bytes(self) -> bytes:
         return self.call("cat_file")
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self.read_bytes().decode(encoding)
-
     def upload(self, file: pathlib.Path) -> None:
         """Upload a file of this machine, which object storage does atomically."""
         with reporting(self):
