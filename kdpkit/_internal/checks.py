@@ -158,14 +158,6 @@ def install_command(extra: str) -> str:
     return f'pip install "kdpkit[{extra}]{f" @ {address}" if address else ""}"'
 
 
-def missing_framework(part: str, framework: str) -> errors.PackageInputError:
-    """Return the error for a part that needs TensorFlow or JAX, which is not installed."""
-    return errors.PackageInputError(
-        f"`{part}` needs `{framework}` (KERAS_BACKEND={framework}), which is not installed. Run "
-        f"`{install_command(framework)}`."
-    )
-
-
 def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
     """Accept a list or tuple of strings, but not a string."""
     are_several = isinstance(values, Sequence) and not isinstance(values, str)

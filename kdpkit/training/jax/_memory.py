@@ -128,7 +128,9 @@ class StepMemory:
             lowered = step.lower(state, batch)
         if as_mesh(distribution).devices.flat[0].platform != "cpu":
             return lowered.compile(), state, batch
-        versions.check_memory_can_be_planned()
+        versions.require_newer(  # an older one cannot schedule for memory on CPUs
+            "Planning memory on a CPU needs JAX 0.10 or later. Install it, or plan on the device."
+        )
         options = _FOR_REMAT if remat else _FOR_MEMORY
         return lowered.compile(compiler_options=options), state, batch
 
