@@ -24,11 +24,7 @@ def bus(directory, *devices):
 
 @pytest.mark.parametrize(
     ("devices", "chips"),
-    [
-        ([], 0),
-        ([DISK, NETWORK_CARD], 0),
-        ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8),
-    ],
+    [([], 0), ([DISK, NETWORK_CARD], 0), ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8)],
 )
 def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, devices, chips):
     assert machine.chips(bus(tmp_path / "devices", *devices)) == chips

@@ -14,9 +14,7 @@ _ANSWER_SECONDS = 10.0
 _THROUGH_JAX = "this TPU works through JAX: set KERAS_BACKEND=jax before Keras is imported"
 
 
-def connect_tpu(
-    name: str | None = None,
-) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+def connect_tpu(name: str | None = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
 
     Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same

@@ -134,10 +134,7 @@ class Batches:
 
 
 def datasets(
-    *,
-    min_size: int = 0,
-    max_size: int = 12,
-    kinds: Sequence[str] = _KINDS,
+    *, min_size: int = 0, max_size: int = 12, kinds: Sequence[str] = _KINDS
 ) -> st.SearchStrategy[Batches]:
     """Draw examples in batches: an array, dictionaries and tuples, `(x, y)`, `(x, y, weight)`.
 

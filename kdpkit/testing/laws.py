@@ -56,11 +56,7 @@ __all__ = [
 
 
 def every_example_once(
-    read: Read,
-    *,
-    examples: Nest | int,
-    may_drop: int = 0,
-    key: Callable[[Any], Any] | None = None,
+    read: Read, *, examples: Nest | int, may_drop: int = 0, key: Callable[[Any], Any] | None = None
 ) -> None:
     """Fail unless every example comes exactly once an epoch, over all shards.
 

@@ -556,8 +556,7 @@ TUTORIALS = {
     ),
     "tensorflow: imbalanced data": lambda: (
         Dataset.sample_from_datasets(
-            [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)],
-            weights=[0.5, 0.5],
+            [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)], weights=[0.5, 0.5]
         )
         .batch(2048)
         .prefetch(2)
@@ -616,11 +615,7 @@ TUTORIALS = {
     ).map(of_pairs, AUTOTUNE),
     "keras: triplets": lambda: (
         Dataset.zip(
-            (
-                slices(TEXTS),
-                slices(TEXTS),
-                slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096),
-            )
+            (slices(TEXTS), slices(TEXTS), slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096))
         )
         .shuffle(1024)
         .map(lambda *names: tuple(map(tf.strings.length, names)))

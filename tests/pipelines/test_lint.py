@@ -77,10 +77,10 @@ FAULTS = {
         lambda: numbers().map(decode).batch(20).map(keras.layers.RandomFlip(), AUTOTUNE).cache(),
     ],
     "batch-before-shuffle": [
-        lambda: numbers().cache().batch(20).map(tf.sort, AUTOTUNE).shuffle(10).prefetch(2),
+        lambda: numbers().cache().batch(20).map(tf.sort, AUTOTUNE).shuffle(10).prefetch(2)
     ],
     "small-shuffle": [
-        lambda: numbers().filter(lambda n: n > 3).shuffle(16).map(noisy, AUTOTUNE).batch(64),
+        lambda: numbers().filter(lambda n: n > 3).shuffle(16).map(noisy, AUTOTUNE).batch(64)
     ],
     "split-after-shuffle": [lambda: numbers().shuffle(200, seed=1).skip(80).batch(20)],
     "repeat": [lambda: numbers().batch(20).repeat(3)],
