@@ -17,7 +17,8 @@ Model = TypeVar("Model", bound=keras.Model)
 # The weights of a `MaskedLMHead`, in all versions of KerasHub from 0.26 to 0.32.
 _HEAD_WEIGHTS = ["beta", "bias", "gamma", "kernel", "output_bias"]
 _METRICS = keras.metrics.Accuracy, keras.metrics.SparseCategoricalAccuracy
-_running = threading.local()  # `model` is the one whose step this thread traces
+# `model` is the one whose step this thread traces, and `updates` whether its metrics are updated.
+_running = threading.local()
 
 
 def without_logits(model: Model, *, chunk_size: int = 4096) -> Model:
@@ -79,10 +80,11 @@ def without_logits(model: Model, *, chunk_size: int = 4096) -> Model:
             set_keras_mask(tokens, mask)
         # Here also the metrics are updated, because on JAX only the loss leaves this function.
         metrics: Any = model._compile_metrics
-        if metrics is not None and not metrics.built:
-            metrics.build(y, keras.KerasTensor((*tokens.shape, head.vocabulary_size)))
-        with _comparing_tokens(model):
-            compute_metrics(x, y, tokens, sample_weight)
+        if _running.updates:
+            if metrics is not None and not metrics.built:
+                metrics.build(y, keras.KerasTensor((*tokens.shape, head.vocabulary_size)))
+            with _comparing_tokens(model):
+                compute_metrics(x, y, tokens, sample_weight)
         with _replaced(loss, "fn", _second):
             return compute_loss(x, y, losses, sample_weight, **settings)
 
@@ -235,16 +237,24 @@ def _running_step(model: keras.Model, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(_running, "model", None)
-        _running.model = model
-        try:
+        with in_step(model):
             return method(*args, **kwargs)
-        finally:
-            _running.model = before
 
     # It counts as Keras' step, or the user's.
     step.__func__ = getattr(method, "__func__", None)  # type: ignore[attr-defined]
     return step
+
+
+@contextlib.contextmanager
+def in_step(model: keras.Model, *, updates: bool = True) -> Iterator[None]:
+    """Have a model of `without_logits` compute its loss as in a step; others stay as they are."""
+    before = vars(_running).copy()
+    vars(_running).update(model=model, updates=updates)
+    try:
+        yield
+    finally:
+        vars(_running).clear()
+        vars(_running).update(before)
 
 
 def _is_running(model: keras.Model) -> bool:

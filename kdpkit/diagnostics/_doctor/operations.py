@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from kdpkit._internal import versions
+from kdpkit.training._without_logits import in_step
 
 _OF_NO_LAYER = re.compile(r"/?(?:[^/]*->|vmap|einsum|Tensordot|MatMul)")
 _DIGITS = "0123456789"  # for the axes of an ellipsis
@@ -46,7 +47,7 @@ class Operation(NamedTuple):
 def traced(model: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
     batch = as_fit_passes_it(model, batch)
-    with versions.unbuilt_losses(model):
+    with versions.unbuilt_losses(model), in_step(model, updates=False):
         return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(model, batch)]
 
 

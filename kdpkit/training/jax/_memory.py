@@ -17,6 +17,7 @@ from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import by_examples, replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._remat import blocks_of, rematerialized
+from kdpkit.training._without_logits import in_step
 
 # On CPUs XLA computes arrays as early as it can, in parallel, and gathers weights before a loop.
 # With the first two options it saves memory, as on GPUs and TPUs; the other two save time to
@@ -140,7 +141,8 @@ class StepMemory:
 
         def step(state: State, batch: Any) -> Any:
             # Not the instance's, which may be that of `replica_exact` for other devices.
-            return type(self.model).train_step(self.model, state, split_examples(batch, mesh))
+            with in_step(self.model):
+                return type(self.model).train_step(self.model, state, split_examples(batch, mesh))
 
         return step
 
@@ -190,7 +192,7 @@ class StepMemory:
 
             return jax.vjp(loss, state.trainable)[1]
 
-        with distribution.scope(), rematerialized(self.model, remat):
+        with distribution.scope(), rematerialized(self.model, remat), in_step(self.model):
             jaxpr = jax.make_jaxpr(pull_back)(state, batch).jaxpr
         arguments = {id(variable) for variable in jaxpr.invars}
         outputs = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}
