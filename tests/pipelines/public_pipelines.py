@@ -120,327 +120,6 @@ def unordered(dataset):
 
 
 FIT = {"epochs": 3, "steps_per_epoch": 50}
-#: What is wrong, the wrong pipeline, its correct twin, the rule, and how `fit` is called.
-MISTAKES = [
-    (
-        "features shuffled, labels not",
-        lambda: batched(Dataset.zip((slices(X).shuffle(2000), slices(MIXED)))),
-        lambda: batched(Dataset.zip((slices(X), slices(MIXED))).shuffle(2000)),
-        "shuffled-apart",
-    ),
-    (
-        "each with a seed of its own",
-        lambda: batched(
-            Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2)))
-        ),
-        lambda: batched(
-            Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1)))
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "images and masks of listed files",
-        lambda: batched(
-            Dataset.zip(
-                (
-                    Dataset.list_files(FILES).map(decode, AUTOTUNE),
-                    Dataset.list_files(FILES).map(lambda n: decode(n)[..., :1], AUTOTUNE),
-                )
-            )
-        ),
-        lambda: batched(
-            Dataset.zip(
-                (
-                    Dataset.list_files(FILES, shuffle=False).map(decode, AUTOTUNE),
-                    Dataset.list_files(FILES, shuffle=False).map(
-                        lambda n: decode(n)[..., :1], AUTOTUNE
-                    ),
-                )
-            ).shuffle(400)
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "names zipped, then read",
-        lambda: batched(
-            Dataset.zip((Dataset.list_files(FILES), Dataset.list_files(FILES))).map(
-                lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-            )
-        ),
-        lambda: batched(
-            Dataset.zip((Dataset.list_files(FILES, seed=3), Dataset.list_files(FILES, seed=3))).map(
-                lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-            )
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "one shuffled dataset, read twice",
-        lambda: batched(
-            (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
-                mixed().shuffle(2000)
-            )
-        ),
-        lambda: batched(
-            (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
-                mixed()
-            ).shuffle(2000)
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "several inputs, a label apart",
-        lambda: batched(
-            Dataset.zip((slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000)))
-        ),
-        lambda: batched(slices((X, X[:, :2]), MIXED).shuffle(2000)),
-        "shuffled-apart",
-    ),
-    (
-        "shuffle, then shard",
-        lambda: batched(mixed().shuffle(2000).shard(2, 0), 20),
-        lambda: batched(mixed().shard(2, 0).shuffle(1000), 20),
-        "shuffle-before-shard",
-    ),
-    (
-        "listed files, then shard",
-        lambda: batched(
-            Dataset.list_files(FILES)
-            .shard(2, 1)
-            .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-            .shuffle(999)
-        ),
-        lambda: batched(
-            Dataset.list_files(FILES, shuffle=False)
-            .shard(2, 1)
-            .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-            .shuffle(999)
-        ),
-        "shuffle-before-shard",
-    ),
-    (
-        "read with threads, then shard",
-        lambda: batched(reading(deterministic=False).shard(2, 0).shuffle(999)),
-        lambda: batched(reading().shard(2, 0).shuffle(999)),
-        "shuffle-before-shard",
-    ),
-    (
-        "repeat, then shuffle",
-        lambda: batched(mixed().repeat().shuffle(2000)),
-        lambda: batched(mixed().shuffle(2000).repeat()),
-        "repeat-before-shuffle",
-        FIT,
-    ),
-    (
-        "cache().take()",
-        lambda: batched(mixed().cache().take(1000).shuffle(1000)),
-        lambda: batched(mixed().take(1000).cache().shuffle(1000)),
-        "cut-cache",
-    ),
-    (
-        "a split of a cache",
-        lambda: batched(mixed().map(lambda x, y: (x * 2, y), AUTOTUNE).cache().take(1200)),
-        lambda: batched(mixed().take(1200).map(lambda x, y: (x * 2, y), AUTOTUNE).cache()),
-        "cut-cache",
-        {"training": False},
-    ),
-    (
-        "np.random in map",
-        lambda: batched(mixed().shuffle(2000).map(noise, AUTOTUNE)),
-        lambda: batched(mixed().shuffle(2000).map(drawn_by_tensorflow, AUTOTUNE)),
-        "constant-random",
-    ),
-    (
-        "a coin of Python's",
-        lambda: batched(mixed().shuffle(2000).map(maybe_reversed, AUTOTUNE)),
-        lambda: batched(
-            mixed()
-            .shuffle(2000)
-            .map(
-                lambda x, y: (tf.cond(tf.random.uniform([]) < 0.5, lambda: x[::-1], lambda: x), y),
-                AUTOTUNE,
-            )
-        ),
-        "constant-random",
-    ),
-    (
-        "in a function that is called",
-        lambda: batched(mixed().shuffle(2000)).map(helped, AUTOTUNE),
-        lambda: batched(mixed().shuffle(2000)).map(
-            lambda x, y: (NOISE(x, training=True), y), AUTOTUNE
-        ),
-        "constant-random",
-    ),
-    (
-        "of an object",
-        lambda: batched(mixed().shuffle(2000).map(Augmentation().shifted, AUTOTUNE)),
-        lambda: batched(mixed().shuffle(2000).map(in_python, AUTOTUNE).cache().shuffle(2000)),
-        "constant-random",
-    ),
-    (
-        "an object that is called",
-        lambda: batched(mixed().shuffle(2000).map(Augmentation(), AUTOTUNE)),
-        lambda: batched(mixed().map(lambda x, y: (x + X[0], y), AUTOTUNE).shuffle(2000)),
-        "constant-random",
-    ),
-    (
-        "in a tf.function",
-        lambda: batched(mixed().shuffle(2000).map(traced, AUTOTUNE)),
-        lambda: batched(
-            mixed().shuffle(2000).map(tf.function(lambda x, y: (tf.roll(x, 2, 0), y)), AUTOTUNE)
-        ),
-        "constant-random",
-    ),
-    (
-        "shuffle, then window",
-        lambda: (
-            windows(slices(X[:, 0]).shuffle(2000))
-            .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-            .batch(32)
-            .prefetch(1)
-        ),
-        lambda: (
-            windows(slices(X[:, 0]))
-            .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-            .shuffle(2000)
-            .batch(32)
-            .prefetch(1)
-        ),
-        "shuffle-before-window",
-    ),
-    (
-        "shuffle, then windows by batch",
-        lambda: (
-            slices(MIXED)
-            .shuffle(2000)
-            .batch(21, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-            .batch(19)
-            .prefetch(1)
-        ),
-        lambda: (
-            slices(MIXED)
-            .batch(21, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-            .shuffle(95)
-            .batch(19)
-            .prefetch(1)
-        ),
-        "shuffle-before-window",
-    ),
-    (
-        "never shuffled, in classes",
-        lambda: batched(ordered()),
-        lambda: batched(mixed()),
-        "never-shuffled",
-    ),
-    (
-        "labels one-hot, cached",
-        lambda: batched(
-            slices(X, np.eye(10, dtype="float32")[SORTED])
-            .map(lambda x, y: (x * 2, y), AUTOTUNE)
-            .cache()
-        ),
-        lambda: batched(slices(X, np.eye(10, dtype="float32")[SORTED]).cache().shuffle(2000)),
-        "never-shuffled",
-    ),
-    (
-        "shuffle without assignment",
-        lambda: (lambda d: (d.shuffle(2000), batched(d))[1])(ordered()),
-        lambda: batched(ordered(), 100),
-        "never-shuffled",
-        {},
-        {"training": False},
-    ),
-    (
-        "two classes, one after the other",
-        lambda: batched(ordered().take(1000).concatenate(ordered().skip(1000)).repeat()),
-        lambda: batched(
-            ordered().take(1000).concatenate(ordered().skip(1000)).shuffle(2000).repeat()
-        ),
-        "never-shuffled",
-        FIT,
-    ),
-    (
-        "a buffer of less than a class",
-        lambda: batched(ordered().shuffle(100)),
-        lambda: batched(ordered().shuffle(2000)),
-        "small-shuffle",
-    ),
-    (
-        "oversampling that ends",
-        lambda: batched(
-            Dataset.sample_from_datasets([ordered().take(1800), ordered().skip(1800)], [0.5, 0.5])
-        ),
-        lambda: batched(
-            Dataset.sample_from_datasets(
-                [ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5]
-            )
-        ),
-        "uneven-samples",
-        {},
-        FIT,
-    ),
-    (
-        "classes by filter, sampled",
-        lambda: batched(Dataset.sample_from_datasets([is_rare(0), is_rare(1)]).shuffle(2000)),
-        lambda: batched(
-            Dataset.sample_from_datasets(
-                [is_rare(0), is_rare(1)], stop_on_empty_dataset=True
-            ).shuffle(2000)
-        ),
-        "uneven-samples",
-    ),
-    (
-        "a choice of datasets that ends",
-        lambda: batched(
-            Dataset.choose_from_datasets(
-                [mixed().take(1500), mixed().skip(1500)],
-                Dataset.range(2).repeat(),
-                stop_on_empty_dataset=False,
-            )
-        ),
-        lambda: batched(
-            Dataset.choose_from_datasets(
-                [mixed().take(1000), mixed().skip(1000)],
-                Dataset.range(2).repeat(),
-                stop_on_empty_dataset=False,
-            )
-        ),
-        "uneven-samples",
-    ),
-    (
-        "errors ignored",
-        lambda: batched(
-            mixed()
-            .shuffle(2000)
-            .map(lambda x, y: (tf.debugging.check_numerics(x, ""), y), AUTOTUNE)
-            .ignore_errors()
-        ),
-        lambda: batched(
-            mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
-        ),
-        "ignored-errors",
-    ),
-    (
-        "read with threads, then split",
-        lambda: batched(reading(deterministic=False).skip(40)),
-        lambda: batched(reading().skip(40).shuffle(2000)),
-        "split-after-shuffle",
-    ),
-    (
-        "all examples as one",
-        lambda: batched(Dataset.from_tensors((X, MIXED))),
-        lambda: Dataset.from_tensors((X, MIXED)),
-        "batched-twice",
-    ),
-    (
-        "shuffled in place of batches",
-        lambda: batched(mixed()).shuffle(50),
-        lambda: batched(mixed().shuffle(2000)),
-        "batch-before-shuffle",
-    ),
-]
 
 
 def folder(count=40):
@@ -655,30 +334,303 @@ TUTORIALS = {
     "a regression, sorted": lambda: batched(slices(X, np.linspace(0, 1, 2000))),
     "all labels the same": lambda: batched(slices(X, np.zeros(2000, "int32"))),
 }
-#: How `fit` is called in some of them.
+#: How `fit` is called in some of these, and of mistakes; in `TWINS`, with the twin.
 FITS = {
+    "repeat, then shuffle": FIT,
+    "a split of a cache": {"training": False},
+    "two classes, one after the other": FIT,
     "tensorflow: segmentation": {"epochs": 20, "steps_per_epoch": 6},
     "tensorflow: imbalanced data": {"epochs": 9, "steps_per_epoch": 20},
     "tensorflow: distributed training": {"replicas": 2},
     "validation, in the order of classes": {"training": False},
     "validation of a folder": {"training": False},
 }
-MISTAKES += [
-    (
-        "a folder in the order of classes",
-        lambda: images(shuffle=False),
-        lambda: images(),
-        "never-shuffled",
-    ),
-    (
-        "images and masks of two folders",
-        lambda: Dataset.zip((images(None), images(None, color_mode="grayscale"))),
-        lambda: Dataset.zip((images(None, seed=2), images(None, seed=2, color_mode="grayscale"))),
-        "shuffled-apart",
-    ),
-]
-
-MISTAKES = [  # each with how `fit` is called, also of the twin
-    (*mistake, *[{}] * (5 - len(mistake[:5])), *([] if mistake[5:] else [*mistake[4:5]] or [{}]))
-    for mistake in MISTAKES
-]
+TWINS = {
+    "shuffle without assignment": {"training": False},
+    "oversampling that ends": FIT,
+}
+#: By rule: what is wrong, the wrong pipeline, and its correct twin.
+MISTAKES = {
+    "shuffled-apart": {
+        "features shuffled, labels not": (
+            lambda: batched(Dataset.zip((slices(X).shuffle(2000), slices(MIXED)))),
+            lambda: batched(Dataset.zip((slices(X), slices(MIXED))).shuffle(2000)),
+        ),
+        "each with a seed of its own": (
+            lambda: batched(
+                Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2)))
+            ),
+            lambda: batched(
+                Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1)))
+            ),
+        ),
+        "images and masks of listed files": (
+            lambda: batched(
+                Dataset.zip(
+                    (
+                        Dataset.list_files(FILES).map(decode, AUTOTUNE),
+                        Dataset.list_files(FILES).map(lambda n: decode(n)[..., :1], AUTOTUNE),
+                    )
+                )
+            ),
+            lambda: batched(
+                Dataset.zip(
+                    (
+                        Dataset.list_files(FILES, shuffle=False).map(decode, AUTOTUNE),
+                        Dataset.list_files(FILES, shuffle=False).map(
+                            lambda n: decode(n)[..., :1], AUTOTUNE
+                        ),
+                    )
+                ).shuffle(400)
+            ),
+        ),
+        "names zipped, then read": (
+            lambda: batched(
+                Dataset.zip((Dataset.list_files(FILES), Dataset.list_files(FILES))).map(
+                    lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
+                )
+            ),
+            lambda: batched(
+                Dataset.zip(
+                    (Dataset.list_files(FILES, seed=3), Dataset.list_files(FILES, seed=3))
+                ).map(lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE)
+            ),
+        ),
+        "one shuffled dataset, read twice": (
+            lambda: batched(
+                (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
+                    mixed().shuffle(2000)
+                )
+            ),
+            lambda: batched(
+                (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
+                    mixed()
+                ).shuffle(2000)
+            ),
+        ),
+        "several inputs, a label apart": (
+            lambda: batched(
+                Dataset.zip((slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000)))
+            ),
+            lambda: batched(slices((X, X[:, :2]), MIXED).shuffle(2000)),
+        ),
+        "images and masks of two folders": (
+            lambda: Dataset.zip((images(None), images(None, color_mode="grayscale"))),
+            lambda: Dataset.zip(
+                (images(None, seed=2), images(None, seed=2, color_mode="grayscale"))
+            ),
+        ),
+    },
+    "shuffle-before-shard": {
+        "shuffle, then shard": (
+            lambda: batched(mixed().shuffle(2000).shard(2, 0), 20),
+            lambda: batched(mixed().shard(2, 0).shuffle(1000), 20),
+        ),
+        "listed files, then shard": (
+            lambda: batched(
+                Dataset.list_files(FILES)
+                .shard(2, 1)
+                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
+                .shuffle(999)
+            ),
+            lambda: batched(
+                Dataset.list_files(FILES, shuffle=False)
+                .shard(2, 1)
+                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
+                .shuffle(999)
+            ),
+        ),
+        "read with threads, then shard": (
+            lambda: batched(reading(deterministic=False).shard(2, 0).shuffle(999)),
+            lambda: batched(reading().shard(2, 0).shuffle(999)),
+        ),
+    },
+    "repeat-before-shuffle": {
+        "repeat, then shuffle": (
+            lambda: batched(mixed().repeat().shuffle(2000)),
+            lambda: batched(mixed().shuffle(2000).repeat()),
+        ),
+    },
+    "cut-cache": {
+        "cache().take()": (
+            lambda: batched(mixed().cache().take(1000).shuffle(1000)),
+            lambda: batched(mixed().take(1000).cache().shuffle(1000)),
+        ),
+        "a split of a cache": (
+            lambda: batched(mixed().map(lambda x, y: (x * 2, y), AUTOTUNE).cache().take(1200)),
+            lambda: batched(mixed().take(1200).map(lambda x, y: (x * 2, y), AUTOTUNE).cache()),
+        ),
+    },
+    "constant-random": {
+        "np.random in map": (
+            lambda: batched(mixed().shuffle(2000).map(noise, AUTOTUNE)),
+            lambda: batched(mixed().shuffle(2000).map(drawn_by_tensorflow, AUTOTUNE)),
+        ),
+        "a coin of Python's": (
+            lambda: batched(mixed().shuffle(2000).map(maybe_reversed, AUTOTUNE)),
+            lambda: batched(
+                mixed()
+                .shuffle(2000)
+                .map(
+                    lambda x, y: (
+                        tf.cond(tf.random.uniform([]) < 0.5, lambda: x[::-1], lambda: x),
+                        y,
+                    ),
+                    AUTOTUNE,
+                )
+            ),
+        ),
+        "in a function that is called": (
+            lambda: batched(mixed().shuffle(2000)).map(helped, AUTOTUNE),
+            lambda: batched(mixed().shuffle(2000)).map(
+                lambda x, y: (NOISE(x, training=True), y), AUTOTUNE
+            ),
+        ),
+        "of an object": (
+            lambda: batched(mixed().shuffle(2000).map(Augmentation().shifted, AUTOTUNE)),
+            lambda: batched(mixed().shuffle(2000).map(in_python, AUTOTUNE).cache().shuffle(2000)),
+        ),
+        "an object that is called": (
+            lambda: batched(mixed().shuffle(2000).map(Augmentation(), AUTOTUNE)),
+            lambda: batched(mixed().map(lambda x, y: (x + X[0], y), AUTOTUNE).shuffle(2000)),
+        ),
+        "in a tf.function": (
+            lambda: batched(mixed().shuffle(2000).map(traced, AUTOTUNE)),
+            lambda: batched(
+                mixed().shuffle(2000).map(tf.function(lambda x, y: (tf.roll(x, 2, 0), y)), AUTOTUNE)
+            ),
+        ),
+    },
+    "shuffle-before-window": {
+        "shuffle, then window": (
+            lambda: (
+                windows(slices(X[:, 0]).shuffle(2000))
+                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
+                .batch(32)
+                .prefetch(1)
+            ),
+            lambda: (
+                windows(slices(X[:, 0]))
+                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
+                .shuffle(2000)
+                .batch(32)
+                .prefetch(1)
+            ),
+        ),
+        "shuffle, then windows by batch": (
+            lambda: (
+                slices(MIXED)
+                .shuffle(2000)
+                .batch(21, drop_remainder=True)
+                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
+                .batch(19)
+                .prefetch(1)
+            ),
+            lambda: (
+                slices(MIXED)
+                .batch(21, drop_remainder=True)
+                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
+                .shuffle(95)
+                .batch(19)
+                .prefetch(1)
+            ),
+        ),
+    },
+    "never-shuffled": {
+        "never shuffled, in classes": (lambda: batched(ordered()), lambda: batched(mixed())),
+        "labels one-hot, cached": (
+            lambda: batched(
+                slices(X, np.eye(10, dtype="float32")[SORTED])
+                .map(lambda x, y: (x * 2, y), AUTOTUNE)
+                .cache()
+            ),
+            lambda: batched(slices(X, np.eye(10, dtype="float32")[SORTED]).cache().shuffle(2000)),
+        ),
+        "shuffle without assignment": (
+            lambda: (lambda d: (d.shuffle(2000), batched(d))[1])(ordered()),
+            lambda: batched(ordered(), 100),
+        ),
+        "two classes, one after the other": (
+            lambda: batched(ordered().take(1000).concatenate(ordered().skip(1000)).repeat()),
+            lambda: batched(
+                ordered().take(1000).concatenate(ordered().skip(1000)).shuffle(2000).repeat()
+            ),
+        ),
+        "a folder in the order of classes": (lambda: images(shuffle=False), lambda: images()),
+    },
+    "small-shuffle": {
+        "a buffer of less than a class": (
+            lambda: batched(ordered().shuffle(100)),
+            lambda: batched(ordered().shuffle(2000)),
+        ),
+    },
+    "uneven-samples": {
+        "oversampling that ends": (
+            lambda: batched(
+                Dataset.sample_from_datasets(
+                    [ordered().take(1800), ordered().skip(1800)], [0.5, 0.5]
+                )
+            ),
+            lambda: batched(
+                Dataset.sample_from_datasets(
+                    [ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5]
+                )
+            ),
+        ),
+        "classes by filter, sampled": (
+            lambda: batched(Dataset.sample_from_datasets([is_rare(0), is_rare(1)]).shuffle(2000)),
+            lambda: batched(
+                Dataset.sample_from_datasets(
+                    [is_rare(0), is_rare(1)], stop_on_empty_dataset=True
+                ).shuffle(2000)
+            ),
+        ),
+        "a choice of datasets that ends": (
+            lambda: batched(
+                Dataset.choose_from_datasets(
+                    [mixed().take(1500), mixed().skip(1500)],
+                    Dataset.range(2).repeat(),
+                    stop_on_empty_dataset=False,
+                )
+            ),
+            lambda: batched(
+                Dataset.choose_from_datasets(
+                    [mixed().take(1000), mixed().skip(1000)],
+                    Dataset.range(2).repeat(),
+                    stop_on_empty_dataset=False,
+                )
+            ),
+        ),
+    },
+    "ignored-errors": {
+        "errors ignored": (
+            lambda: batched(
+                mixed()
+                .shuffle(2000)
+                .map(lambda x, y: (tf.debugging.check_numerics(x, ""), y), AUTOTUNE)
+                .ignore_errors()
+            ),
+            lambda: batched(
+                mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
+            ),
+        ),
+    },
+    "split-after-shuffle": {
+        "read with threads, then split": (
+            lambda: batched(reading(deterministic=False).skip(40)),
+            lambda: batched(reading().skip(40).shuffle(2000)),
+        ),
+    },
+    "batched-twice": {
+        "all examples as one": (
+            lambda: batched(Dataset.from_tensors((X, MIXED))),
+            lambda: Dataset.from_tensors((X, MIXED)),
+        ),
+    },
+    "batch-before-shuffle": {
+        "shuffled in place of batches": (
+            lambda: batched(mixed()).shuffle(50),
+            lambda: batched(mixed().shuffle(2000)),
+        ),
+    },
+}

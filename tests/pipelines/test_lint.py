@@ -11,15 +11,8 @@ import tensorflow as tf
 
 from kdpkit import callbacks, pipelines
 from kdpkit.pipelines import _lint, lint
-from tests.pipelines.public_pipelines import (
-    FITS,
-    MISTAKES,
-    TUTORIALS,
-    mixed,
-    noise,
-    ordered,
-    slices,
-)
+from tests.pipelines import public_pipelines
+from tests.pipelines.public_pipelines import MISTAKES, TUTORIALS, mixed, noise, ordered, slices
 
 Dataset = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE
@@ -124,25 +117,24 @@ def test_every_rule_is_documented_and_has_a_planted_fault():
     rules = {name for name, *_ in _lint._RULES}
     assert not rules ^ {*documented}, "in the docstring of `lint`, or in `_lint.py` alone"
     assert len(documented) == len(rules)
-    planted = FAULTS.keys() | {mistake[3] for mistake in MISTAKES}
+    planted = FAULTS.keys() | MISTAKES.keys()
     assert not rules ^ planted, "in `FAULTS` and `MISTAKES`, or in `_lint.py` alone"
 
 
-NAMED = [mistake[0] for mistake in MISTAKES]
-
-
 @pytest.mark.parametrize(
-    ("wrong", "right", "rule", "settings", "twins"), [m[1:] for m in MISTAKES], ids=NAMED
+    ("rule", "name"), [(rule, name) for rule, pairs in MISTAKES.items() for name in pairs]
 )
-def test_a_public_mistake_is_found_and_nothing_in_its_twin(wrong, right, rule, settings, twins):
+def test_a_public_mistake_is_found_and_nothing_in_its_twin(rule, name):
     tf.random.set_seed(None)  # with a seed every process shuffles alike
+    wrong, right = MISTAKES[rule][name]
+    settings = public_pipelines.FITS.get(name, {})
     assert {rule for rule, _ in found(wrong(), **settings)} == {rule}
-    assert found(right(), **twins) == set()
+    assert found(right(), **public_pipelines.TWINS.get(name, settings)) == set()
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_nothing_is_found_in_a_tutorial(name):
-    assert found(TUTORIALS[name](), **FITS.get(name, {})) == set()
+    assert found(TUTORIALS[name](), **public_pipelines.FITS.get(name, {})) == set()
 
 
 def test_what_tensorflow_is_expected_to_fix_it_fixes():
