@@ -25,7 +25,7 @@ INTERNAL = {
     "processes": KERAS,
     "versions": KERAS,
 }
-MOST_INTERNAL_FILES = 11
+MOST_INTERNAL_FILES = 10
 
 # The parts, from the lowest to the highest: a part imports only what is listed before it. When it
 # is loaded, it may import these frameworks, and these parts besides `errors` and `_internal`.
