@@ -19,21 +19,6 @@ NO_TPU = (
 )
 
 
-def reserve(devices: int) -> None:
-    """Let XLA start two threads for each CPU device, where the machine has fewer cores than that.
-
-    XLA runs the programs of all CPU devices, and launches the next ones, on one pool of as many
-    threads as there are cores. Once a device has 32 programs waiting, a launch blocks its thread.
-    If the other threads are in an all-reduce, one of its devices then lacks a thread, and XLA ends
-    the process after 40 seconds ("only 1 of 2 threads arrived"). With two threads each, a device
-    can launch one program and run another.
-
-    Call it before JAX starts. `PJRT_NPROC` stays as it is where it is set.
-    """
-    if cores() < 2 * devices:
-        os.environ.setdefault("PJRT_NPROC", str(2 * devices))
-
-
 def split_cpu(devices: int, backend: str) -> None:
     """Split the CPU into logical devices, before the backend's runtime starts.
 
@@ -43,7 +28,13 @@ def split_cpu(devices: int, backend: str) -> None:
     if backend == "jax":
         flag = f"--xla_force_host_platform_device_count={devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        reserve(devices)
+        # XLA runs the programs of all CPU devices, and launches the next ones, on one pool of as
+        # many threads as there are cores. Once a device has 32 programs waiting, a launch blocks
+        # its thread. If the other threads are in an all-reduce, one of its devices then lacks a
+        # thread, and XLA ends the process after 40 seconds ("only 1 of 2 threads arrived"). With
+        # two threads each, a device can launch one program and run another.
+        if cores() < 2 * devices:
+            os.environ.setdefault("PJRT_NPROC", str(2 * devices))
         return
     import tensorflow as tf
 

@@ -15,7 +15,8 @@ def test_where_cores_are_few_each_device_has_two_threads(monkeypatch, cores, dev
     monkeypatch.setenv("PJRT_NPROC", "")  # so that it is put back
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    machine.reserve(devices)
+    monkeypatch.setenv("XLA_FLAGS", os.getenv("XLA_FLAGS", ""))
+    machine.split_cpu(devices, "jax")
     assert os.environ.get("PJRT_NPROC") == threads
 
 
