@@ -243,7 +243,7 @@ def _device_mesh(devices: Sequence[jax.Device], axes: dict[str, int]) -> Any:
 def _shards(shard: str, mesh: Mesh) -> shards.Shards:
     checks.one_of("shard", shard, shards.KINDS)
     if shard != "none":
-        shards.let_keras_shard()
+        shards.patch(shards.SHARDING)
     return shards.Shards(shard, mesh)
 
 
