@@ -28,6 +28,17 @@ IMAGES = np.zeros((400, 8, 8, 3), "uint8")
 MASKS = np.zeros((400, 8, 8, 1), "uint8")
 
 
+sampled = Dataset.sample_from_datasets
+
+
+def listed(**settings):
+    return Dataset.list_files(FILES, **settings)
+
+
+def both(*datasets):
+    return Dataset.zip(datasets)
+
+
 def slices(*arrays):
     return Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0])
 
@@ -108,7 +119,7 @@ def windows(dataset):
 
 
 def reading(**settings):
-    return Dataset.list_files(FILES, shuffle=False).interleave(
+    return listed(shuffle=False).interleave(
         tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE, **settings
     )
 
@@ -163,7 +174,7 @@ AUGMENT = Flipped()
 TUTORIALS = {
     "tensorflow: image classification": lambda: images().cache().shuffle(1000).prefetch(AUTOTUNE),
     "tensorflow: load images, split": lambda: (
-        Dataset.list_files(FILES, shuffle=False)
+        listed(shuffle=False)
         .shuffle(9, reshuffle_each_iteration=False)
         .skip(1)
         .map(DECODED, AUTOTUNE)
@@ -191,25 +202,20 @@ TUTORIALS = {
         )
         .prefetch(AUTOTUNE)
     ),
-    "tensorflow: cyclegan": lambda: Dataset.zip(
-        (
-            slices(IMAGES)
-            .cache()
-            .map(tf.image.random_flip_left_right, AUTOTUNE)
-            .shuffle(1000)
-            .batch(1),
-            slices(IMAGES[:300])
-            .cache()
-            .map(tf.image.random_flip_left_right, AUTOTUNE)
-            .shuffle(1000)
-            .batch(1),
-        )
+    "tensorflow: cyclegan": lambda: both(
+        slices(IMAGES)
+        .cache()
+        .map(tf.image.random_flip_left_right, AUTOTUNE)
+        .shuffle(1000)
+        .batch(1),
+        slices(IMAGES[:300])
+        .cache()
+        .map(tf.image.random_flip_left_right, AUTOTUNE)
+        .shuffle(1000)
+        .batch(1),
     ),
     "tensorflow: pix2pix": lambda: (
-        Dataset.list_files(FILES)
-        .map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE)
-        .shuffle(400)
-        .batch(1)
+        listed().map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE).shuffle(400).batch(1)
     ),
     "tensorflow: segmentation": lambda: (
         slices(IMAGES, MASKS)
@@ -221,7 +227,7 @@ TUTORIALS = {
         .prefetch(AUTOTUNE)
     ),
     "tensorflow: augmentation with counters": lambda: (
-        Dataset.zip((slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter())))
+        both(slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter()))
         .shuffle(1000)
         .map(
             lambda example, seed: (
@@ -234,9 +240,7 @@ TUTORIALS = {
         .prefetch(AUTOTUNE)
     ),
     "tensorflow: imbalanced data": lambda: (
-        Dataset.sample_from_datasets(
-            [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)], weights=[0.5, 0.5]
-        )
+        sampled([is_rare(label).shuffle(100_000).repeat() for label in (0, 1)], weights=[0.5, 0.5])
         .batch(2048)
         .prefetch(2)
     ),
@@ -253,18 +257,14 @@ TUTORIALS = {
     ).map(lambda w: (w[:, :-1], w[:, -1:])),
     "tensorflow: distributed training": lambda: slices(X, MIXED).shuffle(2000).batch(50),
     "tensorflow: bottlenecks, files": lambda: (
-        Dataset.list_files(FILES)
+        listed()
         .interleave(tf.data.TextLineDataset, cycle_length=4, num_parallel_calls=AUTOTUNE)
         .shuffle(2048)
         .batch(64)
         .prefetch(AUTOTUNE)
     ),
     "keras: records without an order": lambda: (
-        unordered(
-            Dataset.list_files(FILES).interleave(
-                tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE
-            )
-        )
+        unordered(listed().interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE))
         .map(tf.strings.length, AUTOTUNE)
         .shuffle(2048)
         .prefetch(AUTOTUNE)
@@ -285,33 +285,29 @@ TUTORIALS = {
     "keras: labels of an activity, windows": lambda: (
         slices(X, SORTED)
         .window(20, shift=20, drop_remainder=True)
-        .flat_map(lambda x, y: Dataset.zip((x.batch(20), y.batch(20))))
+        .flat_map(lambda x, y: both(x.batch(20), y.batch(20)))
         .shuffle(100)
         .batch(10)
     ),
-    "keras: mixup": lambda: Dataset.zip(
-        (mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
+    "keras: mixup": lambda: both(
+        mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50)
     ).map(of_pairs, AUTOTUNE),
     "keras: triplets": lambda: (
-        Dataset.zip(
-            (slices(TEXTS), slices(TEXTS), slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096))
-        )
+        both(slices(TEXTS), slices(TEXTS), slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096))
         .shuffle(1024)
         .map(lambda *names: tuple(map(tf.strings.length, names)))
         .batch(32, drop_remainder=True)
         .prefetch(8)
     ),
-    "keras: labelled and unlabelled": lambda: Dataset.zip(
-        (slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
+    "keras: labelled and unlabelled": lambda: both(
+        slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50)
     ).prefetch(AUTOTUNE),
-    "keras: two domains": lambda: Dataset.zip(
-        (
-            slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
-            slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
-        )
+    "keras: two domains": lambda: both(
+        slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
+        slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
     ),
     "keras: sounds and their labels": lambda: (
-        Dataset.zip((slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED)))
+        both(slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED))
         .shuffle(2000, seed=4)
         .batch(50)
         .prefetch(AUTOTUNE)
@@ -345,80 +341,65 @@ FITS = {
     "validation, in the order of classes": {"training": False},
     "validation of a folder": {"training": False},
 }
-TWINS = {
-    "shuffle without assignment": {"training": False},
-    "oversampling that ends": FIT,
-}
+TWINS = {"shuffle without assignment": {"training": False}, "oversampling that ends": FIT}
 #: By rule: what is wrong, the wrong pipeline, and its correct twin.
 MISTAKES = {
     "shuffled-apart": {
         "features shuffled, labels not": (
-            lambda: batched(Dataset.zip((slices(X).shuffle(2000), slices(MIXED)))),
-            lambda: batched(Dataset.zip((slices(X), slices(MIXED))).shuffle(2000)),
+            lambda: batched(both(slices(X).shuffle(2000), slices(MIXED))),
+            lambda: batched(both(slices(X), slices(MIXED)).shuffle(2000)),
         ),
         "each with a seed of its own": (
             lambda: batched(
-                Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2)))
+                both(slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2))
             ),
             lambda: batched(
-                Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1)))
+                both(slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1))
             ),
         ),
         "images and masks of listed files": (
             lambda: batched(
-                Dataset.zip(
-                    (
-                        Dataset.list_files(FILES).map(decode, AUTOTUNE),
-                        Dataset.list_files(FILES).map(lambda n: decode(n)[..., :1], AUTOTUNE),
-                    )
+                both(
+                    listed().map(decode, AUTOTUNE),
+                    listed().map(lambda n: decode(n)[..., :1], AUTOTUNE),
                 )
             ),
             lambda: batched(
-                Dataset.zip(
-                    (
-                        Dataset.list_files(FILES, shuffle=False).map(decode, AUTOTUNE),
-                        Dataset.list_files(FILES, shuffle=False).map(
-                            lambda n: decode(n)[..., :1], AUTOTUNE
-                        ),
-                    )
+                both(
+                    listed(shuffle=False).map(decode, AUTOTUNE),
+                    listed(shuffle=False).map(lambda n: decode(n)[..., :1], AUTOTUNE),
                 ).shuffle(400)
             ),
         ),
         "names zipped, then read": (
             lambda: batched(
-                Dataset.zip((Dataset.list_files(FILES), Dataset.list_files(FILES))).map(
-                    lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-                )
+                both(listed(), listed()).map(lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE)
             ),
             lambda: batched(
-                Dataset.zip(
-                    (Dataset.list_files(FILES, seed=3), Dataset.list_files(FILES, seed=3))
-                ).map(lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE)
+                both(listed(seed=3), listed(seed=3)).map(
+                    lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
+                )
             ),
         ),
         "one shuffled dataset, read twice": (
             lambda: batched(
-                (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
+                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(
                     mixed().shuffle(2000)
                 )
             ),
             lambda: batched(
-                (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
-                    mixed()
-                ).shuffle(2000)
+                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(mixed()).shuffle(
+                    2000
+                )
             ),
         ),
         "several inputs, a label apart": (
-            lambda: batched(
-                Dataset.zip((slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000)))
-            ),
+            lambda: batched(both(slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000))),
             lambda: batched(slices((X, X[:, :2]), MIXED).shuffle(2000)),
         ),
         "images and masks of two folders": (
-            lambda: Dataset.zip((images(None), images(None, color_mode="grayscale"))),
-            lambda: Dataset.zip(
-                (images(None, seed=2), images(None, seed=2, color_mode="grayscale"))
-            ),
+            lambda: both(images(None), images(None, color_mode="grayscale")),
+            lambda: both(images(None, seed=2), images(None, seed=2, color_mode="grayscale")),
         ),
     },
     "shuffle-before-shard": {
@@ -428,13 +409,13 @@ MISTAKES = {
         ),
         "listed files, then shard": (
             lambda: batched(
-                Dataset.list_files(FILES)
+                listed()
                 .shard(2, 1)
                 .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
                 .shuffle(999)
             ),
             lambda: batched(
-                Dataset.list_files(FILES, shuffle=False)
+                listed(shuffle=False)
                 .shard(2, 1)
                 .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
                 .shuffle(999)
@@ -449,7 +430,7 @@ MISTAKES = {
         "repeat, then shuffle": (
             lambda: batched(mixed().repeat().shuffle(2000)),
             lambda: batched(mixed().shuffle(2000).repeat()),
-        ),
+        )
     },
     "cut-cache": {
         "cache().take()": (
@@ -562,27 +543,19 @@ MISTAKES = {
         "a buffer of less than a class": (
             lambda: batched(ordered().shuffle(100)),
             lambda: batched(ordered().shuffle(2000)),
-        ),
+        )
     },
     "uneven-samples": {
         "oversampling that ends": (
+            lambda: batched(sampled([ordered().take(1800), ordered().skip(1800)], [0.5, 0.5])),
             lambda: batched(
-                Dataset.sample_from_datasets(
-                    [ordered().take(1800), ordered().skip(1800)], [0.5, 0.5]
-                )
-            ),
-            lambda: batched(
-                Dataset.sample_from_datasets(
-                    [ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5]
-                )
+                sampled([ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5])
             ),
         ),
         "classes by filter, sampled": (
-            lambda: batched(Dataset.sample_from_datasets([is_rare(0), is_rare(1)]).shuffle(2000)),
+            lambda: batched(sampled([is_rare(0), is_rare(1)]).shuffle(2000)),
             lambda: batched(
-                Dataset.sample_from_datasets(
-                    [is_rare(0), is_rare(1)], stop_on_empty_dataset=True
-                ).shuffle(2000)
+                sampled([is_rare(0), is_rare(1)], stop_on_empty_dataset=True).shuffle(2000)
             ),
         ),
         "a choice of datasets that ends": (
@@ -613,24 +586,24 @@ MISTAKES = {
             lambda: batched(
                 mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
             ),
-        ),
+        )
     },
     "split-after-shuffle": {
         "read with threads, then split": (
             lambda: batched(reading(deterministic=False).skip(40)),
             lambda: batched(reading().skip(40).shuffle(2000)),
-        ),
+        )
     },
     "batched-twice": {
         "all examples as one": (
             lambda: batched(Dataset.from_tensors((X, MIXED))),
             lambda: Dataset.from_tensors((X, MIXED)),
-        ),
+        )
     },
     "batch-before-shuffle": {
         "shuffled in place of batches": (
             lambda: batched(mixed()).shuffle(50),
             lambda: batched(mixed().shuffle(2000)),
-        ),
+        )
     },
 }
