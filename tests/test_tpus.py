@@ -39,7 +39,7 @@ CONNECT = """
 import sys, tensorflow as tf
 from kdpkit.strategies._tpu import connect_tpu
 server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
-for name in (server.target, *sys.argv[1:], None):
+for name in (server.target, *sys.argv[1:], "local"):
     try: connect_tpu(name)
     except ValueError as error: print(error)
 """

@@ -1,5 +1,6 @@
 """Chooses and checks a strategy of `tf.distribute`, and describes it."""
 
+import os
 import re
 import threading
 import weakref
@@ -83,7 +84,7 @@ def select_strategy(
     if kind == "one":
         return tf.distribute.get_strategy()
     if kind == "tpu":
-        return tf.distribute.TPUStrategy(connect_tpu())
+        return tf.distribute.TPUStrategy(connect_tpu(os.environ.get("TPU_NAME") or "local"))
     if kind == "parameter_server":
         return _parameter_servers.connect()
     if kind == "mirrored":
