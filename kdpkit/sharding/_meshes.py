@@ -27,21 +27,8 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh of devices that share each batch, with one axis, `"batch"`.
 
     The axis has the type `Auto`: XLA decides how the devices divide what a program computes.
-    `jax.make_mesh` makes `Explicit` axes by default, with which Keras' Dropout raises.
-
-    Logical CPU devices need two threads each, or XLA can hang. `kdpkit.testing.use_logical_cpus`
-    and the recipes' `--replicas` set that; if you set XLA_FLAGS by hand, also set PJRT_NPROC.
-
-    Args:
-        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
-            all devices of all processes.
-
-    Raises:
-        ValueError: More devices than available, none, or one twice.
-
-    >>> mesh = data_mesh(2)
-    >>> mesh.axis_names, mesh.size
-    (('batch',), 2)
+    `jax.make_mesh` makes `Explicit` axes by default, with which Keras' Dropout raises. The devices
+    are as for `DataParallel`.
     """
     _platform()
     present = jax.devices()
@@ -66,7 +53,7 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def tpu_devices() -> list[jax.Device]:
-    """Return the TPU cores of all processes that JAX trains on, for `data_mesh`.
+    """Return the TPU cores of all processes that JAX trains on, for `DataParallel`.
 
     If the TPU is not available, JAX continues on the CPU with only a line in its log; this function
     raises with the reason instead.

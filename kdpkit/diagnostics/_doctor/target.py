@@ -42,15 +42,9 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
     Nothing is trained, and what the target prints goes to stderr. Keras is loaded before the
     target, for the backend that a file sets in a line of its own, or for that of the environment.
 
-    Args:
-        target: `train.py`, which runs up to its first `fit`; or `package.module:name` or
-            `file.py:name` of a function without arguments that returns a dataset or (dataset,
-            model).
-        arguments: Of the script.
-
-    Raises:
-        ValueError: There is no such target, or it raises, trains nothing, returns something else or
-            chooses another backend.
+    A target is `train.py`, with its arguments, which runs up to its first `fit`; or
+    `package.module:name` or `file.py:name` of a function that returns a dataset or (dataset,
+    model). What gets nowhere raises one sentence.
     """
     if ":" not in target:
         path = _file(target)
