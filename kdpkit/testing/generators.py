@@ -101,12 +101,7 @@ def labelled_batches(
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Examples, and the size of the global batches in which a dataset has them.
-
-    Attributes:
-        examples: A nest of arrays.
-        global_batch_size: Examples in a batch; the last has what is left.
-    """
+    """Examples, and the size of the global batches in which a dataset has them."""
 
     examples: Nest
     global_batch_size: int

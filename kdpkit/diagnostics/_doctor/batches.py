@@ -45,11 +45,7 @@ class Batches:
 
 
 def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
-    """Look at the first batch of a dataset or of arrays, and at what shows whether others differ.
-
-    Raises:
-        ValueError: It is no dataset, is empty, or raises before its first batch; `name` is its own.
-    """
+    """Look at the first batch of a dataset or of arrays, and at what shows if others differ."""
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
         ends = _ends(dataset, size)

@@ -17,26 +17,17 @@ _FUSED = ("dot_product_attention", "splash", "flash")  # in the names of JAX's k
 
 
 class Operation(NamedTuple):
-    """One operation of the forward pass.
+    """One operation of the forward pass."""
 
-    Attributes:
-        kind: `"product"` of matrices, `"softmax"`, `"random"` numbers, `"fused"` attention, or
-            `"function"`, whose operations are not known.
-        place: Its name, after those of the layers in which it is.
-        shape: Of its result (of a softmax, of what it is computed from), without axes of size 1.
-        dtype: Of its first input.
-        inner: Of a product, how many numbers are summed for each of the result.
-        is_batched: Of a product, whether each example has both matrices for itself.
-        times: How often it is computed.
-    """
-
+    # A "product" of matrices, "softmax", "random" numbers, "fused" attention, or a "function",
+    # whose operations are not known.
     kind: str
-    place: str
-    shape: tuple[int, ...]
-    dtype: str
-    inner: int = 0
-    is_batched: bool = False
-    times: int = 1
+    place: str  # its name, after those of the layers in which it is
+    shape: tuple[int, ...]  # of its result, or what a softmax takes, without axes of size 1
+    dtype: str  # of its first input
+    inner: int = 0  # of a product, how many numbers are summed for each of the result
+    is_batched: bool = False  # of a product, whether each example has both matrices for itself
+    times: int = 1  # that it is computed
 
     @property
     def layers(self) -> str:

@@ -76,11 +76,7 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def named(target: str) -> Iterator[Callable[[], Any]]:
-    """Yield the function of `module:name` or `file.py:name`, whose modules the block can import.
-
-    Raises:
-        ValueError: There is no such function, or its module raises or trains.
-    """
+    """Yield the function of `module:name` or `file.py:name`, whose modules the block can import."""
     module, _, name = target.rpartition(":")
     path = _file(module) if module.endswith(".py") else None
     missing = f"`{module}` has no function `{name}`."

@@ -44,11 +44,7 @@ class State(NamedTuple):
 
 
 class StepMemory:
-    """The memory of a model's step for any devices and settings; no variables are allocated.
-
-    Args:
-        make: Returns a global batch and a compiled model.
-    """
+    """The memory of a model's step for any devices and settings; no variables are allocated."""
 
     def __init__(self, make: Callable[[], tuple[Any, keras.Model]]) -> None:
         try:  # While they are traced, the initializers of variables compute nothing.
