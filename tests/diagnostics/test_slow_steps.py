@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from kdpkit import batches
+from kdpkit import batches, strategies
 from kdpkit.diagnostics import check_input, check_speed, plan_memory
 from kdpkit.diagnostics._doctor import slow_steps, speed
 from kdpkit.diagnostics._doctor.slow_steps import Device
 from kdpkit.experiment import text
-from kdpkit.training import remat, without_logits
+from kdpkit.training import remat, replica_exact, without_logits
 from tests.training.test_programs import ALL
 
 CPU, GPU, TPU = Device("cpu", False, 10.0), Device("gpu", True, 150.0), Device("tpu", True, 150.0)
@@ -309,3 +309,23 @@ def test_a_step_that_raises_is_a_finding_and_one_of_its_own_is_not_looked_at():
         report = check_input((x, x), model=model)
         assert [each.rule for each in report.findings] == rules
         assert report.checked[-1] == checked
+
+
+class Sorted(layers.Layer):
+    def call(self, x):
+        import tensorflow as tf
+
+        return tf.sort(x, axis=0)  # over the examples
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("middle", [Sorted, layers.BatchNormalization])
+def test_what_one_device_computes_for_all_is_found(middle):
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        model = keras.Sequential([keras.Input((64,)), middle(), layers.Dense(2)])
+        model.compile("adam", "mse")
+        replica_exact(model)
+    report = check_input((np.zeros((32, 64)), np.zeros((32, 2))), model=model, batch_size=16)
+    places = [each.problem for each in report.findings if each.rule == "division"]
+    assert len(places) == (middle is Sorted)
+    assert all("at test_slow_steps.py:" in place for place in places)

@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._split import split
 from kdpkit.training.tensorflow._step import Mesh
 from kdpkit.training.tensorflow._tracing import in_place_of_replicas
 from kdpkit.training.tensorflow.partition import _dividing, _traced_step, _writing
+from kdpkit.training.tensorflow.partition._parts import parts_of
 
 _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.bool)
 
@@ -65,7 +65,7 @@ class DividedStep:
 
         def with_numbers(values):
             total = tf.shape(values[self.first])[0]
-            examples = split(total, self.mesh.num_parts, self.mesh.local)
+            examples = parts_of(total, self.mesh.num_parts, self.mesh.local)
             return values | _writing.numbers_of_examples(examples)
 
         outputs = [self.writer.output(name) for name in self.names]

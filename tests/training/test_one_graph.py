@@ -107,6 +107,29 @@ def either(x, function):
     return tf.cond(tf.reduce_sum(x) > 0, lambda: function(x), lambda: function(x * 2))
 
 
+def compiled(function, x):
+    return tf.function(function, jit_compile=True)(x)
+
+
+@tf.custom_gradient
+def with_own_gradient(x, y):
+    return (x, y + 1), lambda *upstream: tuple(gradient * 3 for gradient in upstream)
+
+
+def listed(x):
+    """Return a list of parts of each example."""
+    entries = tf.TensorArray(tf.float32, 0, dynamic_size=True, clear_after_read=False)
+    return tf.while_loop(
+        lambda i, _: i < 4, lambda i, a: (i + 1, a.write(i, x[:, i])), (0, entries)
+    )[1]
+
+
+def swapped(x, size):
+    """Return parts of each example in the other order."""
+    first, second = tf.split(x, [size, 4 - size], 1)
+    return tf.reshape(tf.concat([second, first * 2], 1), (-1, 4, 4, 3))
+
+
 # The law of every rule: a function of a batch is the same, and is divided.
 
 TABLE = tf.reshape(tf.range(12.0), (4, 3))
@@ -127,6 +150,9 @@ DIVIDED = {
     "convolution": lambda x: tf.nn.conv2d(x, KERNEL, 1, "SAME"),
     "pooling": lambda x: tf.nn.max_pool2d(x, 2, 2, "SAME"),
     "softmax": lambda x: tf.nn.softmax(x),
+    "bands": lambda x: tf.linalg.band_part(x, 1, 0),
+    "bands of another axis": lambda x: tf.linalg.band_part(tf.transpose(x, (1, 0, 2, 3)), 0, -1),
+    "band of a sum": lambda x: tf.linalg.band_part(tf.reduce_sum(x, [0, 1]), 0, 1),
     "transposed": lambda x: tf.transpose(x, (3, 1, 0, 2)) * 2,
     "another axis": lambda x: tf.reduce_sum(tf.transpose(x, (1, 0, 2, 3)), 0),
     "expanded": lambda x: tf.squeeze(tf.expand_dims(x, 1), [1]) * 2,
@@ -137,6 +163,50 @@ DIVIDED = {
     "padded": lambda x: tf.pad(x, [[0, 0], [1, 0], [0, 0], [0, 2]]) * 2,
     "slice": lambda x: x[:, 1:, 0, ::-1] * 2,
     "new axis": lambda x: x[:, tf.newaxis, 1] * 2,
+    "last of each": lambda x: x[..., 0] * 2,
+    "others of each": lambda x: x[:, ..., tf.newaxis, 1, ::2] * 2,
+    "of an axis before": lambda x: tf.transpose(x, (1, 0, 2, 3))[1, ..., :2] * 2,
+    "rolled windows": lambda x: tf.roll(x, [1, 2], [1, 2]) * 2,
+    "diagonals": lambda x: tf.linalg.diag(tf.linalg.diag_part(x)) * 2,
+    "waves": lambda x: tf.math.real(tf.signal.fft2d(tf.cast(x, tf.complex64))) * 2,
+    "a gradient of its own": lambda x: with_own_gradient(x, x[:, :1])[1] * 2,
+    "moved images": lambda x: (
+        tf.raw_ops.ImageProjectiveTransformV3(
+            images=x,
+            transforms=tf.reshape(x, (-1, 48))[:, :8] / 9 + [1.0, 0, 0, 0, 1, 0, 0, 0],
+            output_shape=[4, 4],
+            fill_value=0.0,
+            interpolation="BILINEAR",
+        )
+        * 2
+    ),
+    "softmax of another axis": lambda x: tf.nn.softmax(x, 1),
+    "einsum of others": lambda x: tf.einsum("...wc,cd->...wd", x, TABLE[:3]),
+    "einsum of all others": lambda x: tf.einsum("n...c,n...c->nc...", x, x),
+    "one for all": lambda x: tf.tile(tf.ones((1, 1, 1, 1)), tf.shape(x)) * x,
+    "padded to a size": lambda x: (
+        tf.pad(x, [[0, tf.shape(x)[0] - tf.shape(x)[0]], [0, 6 - tf.shape(x)[1]], [0, 0], [0, 0]])
+        * 2
+    ),
+    "cut to sizes": lambda x: tf.slice(x, [0, 1, 0, 0], [tf.shape(x)[0], 2, -1, -1]) * 2,
+    "up to the last": lambda x: x[: tf.shape(x)[0], -1] * 2,
+    "last by its number": lambda x: tf.gather(x, [0, tf.shape(x)[1] - 1], axis=1) * 2,
+    "chosen": lambda x: tf.raw_ops.Select(condition=x > 0, x=x, y=-x),
+    "chosen examples": lambda x: tf.raw_ops.Select(condition=x[:, 0, 0, 0] > 0, x=x, y=-x),
+    "of a shape": lambda x: tf.ensure_shape(x, (None, 4, 4, 3)) * 2,
+    "compiled": lambda x: compiled(lambda y: tf.nn.conv2d(y, KERNEL, 1, "SAME"), x),
+    "grouped convolution": lambda x: keras.ops.conv(x, KERNEL[:, :, :1], padding="same"),
+    "compiled sum": lambda x: compiled(lambda y: tf.reduce_sum(y, 0), x),
+    "images moved alike": lambda x: (
+        tf.raw_ops.ImageProjectiveTransformV3(
+            images=x,
+            transforms=[[1.0, 0, 1, 0, 1, 0, 0, 0]],
+            output_shape=[4, 4],
+            fill_value=0.0,
+            interpolation="NEAREST",
+        )
+        * 2
+    ),
     "looked up": lambda x: tf.gather(TABLE, tf.cast(x[:, 0, 0] > 0, tf.int32)),
     "looked up in each": lambda x: tf.gather(x, [2, 0], axis=3) * 2,
     "largest position": lambda x: tf.argmax(x, -1) * 2,
@@ -149,12 +219,24 @@ DIVIDED = {
         lambda y, z: (y, z + tf.reduce_sum(y, 0)), x, tf.zeros((4, 4, 3))
     ),
     "loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 3, keepdims=True) / 9,), x),
+    "random numbers": lambda x: x * tf.random.stateless_uniform(tf.shape(x), [1, 2]),
+    "numbers of a loop": lambda x: x * tf.map_fn(lambda i: i * i, tf.range(3.0)),
+    "list without entries": lambda x: x + tf.TensorArray(tf.float32, 3, element_shape=[]).stack(),
+    "length of a list": lambda x: x * tf.cast(listed(x).size(), tf.float32),
 }
 WHOLE = {
+    "compiled, of all examples": lambda x: compiled(lambda y: y - tf.reduce_mean(y, 0), x),
+    "cut to five": lambda x: (
+        tf.slice(x, [0, 0, 0, 0], [tf.minimum(tf.shape(x)[0], 5), -1, -1, -1]) * 2
+    ),
+    "all but the first of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 1:] * 2,
+    "one of the last axis": lambda x: tf.transpose(x[:, 0, 0])[..., 0] * 2,
     "backwards": lambda x: x[::-1] * 2,
     "all but the first": lambda x: x[1:] * 2,
     "running total of examples": lambda x: tf.cumsum(x, 0),
     "softmax over examples": lambda x: tf.nn.softmax(x, 0),
+    "band with a row of each": lambda x: tf.linalg.band_part(x[:, 0, 0], 0, -1),
+    "band with a column of each": lambda x: tf.linalg.band_part(tf.transpose(x[:, 0, 0]), 1, 0),
     "twice": lambda x: tf.concat([x, x], 0) * 2,
     "similarities": lambda x: (
         tf.reshape(x, (tf.shape(x)[0], -1)) @ tf.transpose(tf.reshape(x, (tf.shape(x)[0], -1)))
@@ -169,6 +251,19 @@ WHOLE = {
     "sizes in a loop": lambda x: looped(lambda y: (y * tf.shape(y)[0],), tf.cast(x * 9, tf.int32)),
     "a length in a loop": lambda x: looped(
         lambda y: (y + tf.reduce_sum(y[:, :, : tf.shape(y)[0] % 3 + 1], 2, keepdims=True),), x
+    ),
+    "divided at a length in a loop": lambda x: looped(
+        lambda y: (swapped(y, tf.shape(y)[0] % 3),), x
+    ),
+    "padded with a length in a loop": lambda x: looped(
+        lambda y: (
+            tf.pad(y[:, 1:], [[0, 0], [0, 1], [0, 0], [0, 0]], constant_values=tf.shape(y)[0]),
+        ),
+        tf.cast(x * 9, tf.int32),
+    ),
+    "entries of a list": lambda x: listed(x).gather([2, 0]),
+    "scattered into a list": lambda x: (
+        tf.TensorArray(tf.float32, 4).scatter([3, 1, 0, 2], tf.transpose(x, (1, 0, 2, 3))).stack()
     ),
     "sum used in a loop": lambda x: looped(lambda y: (y + tf.reduce_sum(y, 0) / 9,), x),
     "sum squared in a loop": lambda x: looped(
@@ -254,6 +349,13 @@ def test_a_function_of_parts_is_that_of_all(name, count, replicas, seed):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
     if name in DIVIDED:
         assert not step.whole
+
+
+@pytest.mark.parametrize("name", ["random numbers", "rows", "loop", "sum", "twice"])
+def test_an_empty_batch_is_computed_as_on_one_device(name):
+    step, batch = divided(name, 3), np.zeros((2, 4, 4, 3), "float32")
+    for count in (2, 1, 0):  # The last one is computed by a function of any length.
+        assert not differing(step.on_one_device(batch[:count]), step.divided(batch[:count]))
 
 
 @pytest.mark.slow

@@ -133,6 +133,37 @@ def test_the_batch_is_what_most_tensors_are_as_long_as():
     assert_close([exact(kernel, X, y)], [step(kernel, X, y)])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda v, x: v[1:3].assign(x[:2]),
+        lambda v, x: v.scatter_nd_update([[3], [1]], x[:2]),
+        lambda v, x: v.batch_scatter_update(tf.IndexedSlices(x[:2], [3, 1])),
+        lambda v, x: v.assign_add(x[:7] * v.gather_nd([[1]]) + v.sparse_read([2])),
+    ],
+)
+def test_methods_of_a_variable_read_and_change_all_copies(method):
+    """As queues of keys and other memories do, which stock strategies do not let do it."""
+    one = tf.Variable(X[:, ::-1])
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        many = tf.Variable(X[:, ::-1])
+    exact = replica_exact(lambda x: (method(many, x), tf.reduce_sum(many @ tf.transpose(x)))[1])
+    method(one, X)
+    expected = np.sum(one.numpy() @ X.T)
+    assert_close([exact(X), *(copy.numpy() for copy in many.values)], [expected, one, one])
+
+
+def test_xla_compiles_a_step_that_checks_several_tensors():
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        return tf.math.confusion_matrix(y, tf.argmax(x, 1), 12)
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    labels = np.arange(7)
+    np.testing.assert_array_equal(exact(X, labels).numpy().sum(1), [1] * 7 + [0] * 5)
+
+
 def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
     with strategies.select_strategy("mirrored", devices=2).scope():
         weight = tf.Variable(tf.ones([12]))
@@ -155,6 +186,18 @@ def test_groups_that_span_examples_are_whole():
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
     x = X[:4].reshape((4, 6, 2))
+    assert_close([exact(x)], [step(x)])
+
+
+def test_an_axis_that_is_cut_to_a_length_is_whole_where_others_are_unknown():
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])])
+    def step(x):
+        x = tf.slice(x, [0, 0, 0], [tf.minimum(tf.shape(x)[0], 6000), -1, -1])
+        return tf.reduce_sum(tf.matmul(x * 2.0, tf.ones([5, 3]), transpose_a=True), 0)
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    x = np.ones([7000, 5, 2], "float32")
     assert_close([exact(x)], [step(x)])
 
 

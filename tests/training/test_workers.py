@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kdpkit import scaling
 from kdpkit.training.tensorflow import _global_batches
-from kdpkit.training.tensorflow._split import split
+from kdpkit.training.tensorflow.partition._parts import parts_of
 
 pytestmark = pytest.mark.tensorflow
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.tensorflow
 @settings(max_examples=60)
 @given(num_examples=st.integers(0, 40), parts=st.integers(1, 9))
 def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
-    found = split(tf.constant(num_examples), parts, range(parts))
+    found = parts_of(tf.constant(num_examples), parts, range(parts))
     assert tuple(map(int, found.unborrowed)) == tuple(scaling.split_batch(num_examples, parts))
     numbers = [
         range(int(start), int(start) + int(count))
@@ -35,10 +35,10 @@ def test_every_example_is_in_one_part_and_no_part_is_empty(num_examples, parts):
 @given(num_examples=st.integers(1, 40), processes=st.integers(1, 4), local=st.integers(1, 3))
 def test_the_parts_of_processes_are_those_of_one(num_examples, processes, local):
     count, total = processes * local, tf.constant(num_examples)
-    one = split(total, count, range(count))
+    one = parts_of(total, count, range(count))
     for process in range(processes):
         indices = range(process * local, (process + 1) * local)
-        found = split(total, count, indices)
+        found = parts_of(total, count, indices)
         for name in ("starts", "counts", "unborrowed"):
             assert [*map(int, getattr(found, name))] == [
                 int(getattr(one, name)[i]) for i in indices

@@ -85,6 +85,16 @@ def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Fi
     yield from _of_logits(traced, model.name)
     yield from _of_precision(traced, device, model.name)
     yield from _of_batch(traced, device, model, num_examples(batch))
+    if training_step.is_exact(model) and keras.backend.backend() == "tensorflow":
+        yield from _of_division(model, batch)
+
+
+def _of_division(model: Any, batch: Any) -> Iterator[Finding]:
+    from kdpkit.training.tensorflow import _fit  # which loads TensorFlow
+
+    if problem := _fit.whole_of(model, batch):
+        remedy = "Write it with operations that compute each example by itself, or leave it so."
+        yield Finding("division", "slow", model.name, problem, remedy)
 
 
 def scores_of(traced: Sequence[Operation]) -> list[Scores]:

@@ -24,7 +24,8 @@ from kdpkit.training.tensorflow import (
     _tpu_steps,
 )
 from kdpkit.training.tensorflow._step import Mesh
-from kdpkit.training.tensorflow._tracing import run_once
+from kdpkit.training.tensorflow._tracing import in_place_of_replicas, run_once
+from kdpkit.training.tensorflow.partition._dividing import sentence_of_whole
 
 _KINDS = ("train", "test", "predict")
 
@@ -49,6 +50,16 @@ def attach(model: keras.Model) -> None:
     else:
         for name in (f"make_{kind}_function" for kind in _KINDS):
             setattr(model, name, functools.partial(_on_one_device, model, getattr(model, name)))
+
+
+def whole_of(model: keras.Model, batch: Any) -> str:
+    """Return in a sentence what one device computes for all in the training of an exact model."""
+    steps = model._maybe_symbolic_build.__self__
+    if steps.workers or steps.is_on_tpu or steps.mesh.num_parts == 1:
+        return ""
+    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+    with in_place_of_replicas(steps.mesh):
+        return sentence_of_whole(steps.steps_of_model["train"], batch, steps.mesh.replicated)
 
 
 def _on_one_device(model: keras.Model, make_function: Callable, *args: Any, **kwargs: Any) -> Any:

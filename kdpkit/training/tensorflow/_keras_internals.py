@@ -30,7 +30,7 @@ from tensorflow.python.framework import op_def_registry as op_def_registry
 from tensorflow.python.framework import tensor_util as tensor_util
 from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
 from tensorflow.python.framework.ops import uid as uid
-from tensorflow.python.ops import collective_ops, control_flow_util, gen_resource_variable_ops
+from tensorflow.python.ops import collective_ops, gen_resource_variable_ops
 from tensorflow.python.ops import handle_data_util as handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -135,11 +135,6 @@ def kernels_for_xla() -> frozenset[str]:
 def is_recording() -> bool:
     """Return whether a tape of this thread may record what is computed now."""
     return bool(record.could_possibly_record())
-
-
-def in_xla_context(graph: Any) -> bool:
-    """Return whether XLA compiles the operations of a graph, in which no device can be chosen."""
-    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def get_logits(tensor: tf.Tensor) -> tf.Tensor | None:

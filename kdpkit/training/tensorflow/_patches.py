@@ -9,6 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -85,6 +86,42 @@ def _first(variable: Any) -> Any:
     if mesh is not None:
         mesh.replicated[id(first.handle)] = variable
     return first
+
+
+def _in_first_copy(
+    name: str, original: Callable, variable: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method of a variable that TensorFlow has for one device alone."""
+    if not _in_step_outside_update(variable):
+        return original(variable, *args, **kwargs)
+    return getattr(_first(variable), name)(*args, **kwargs)
+
+
+def _in_all_copies(
+    name: str, original: Callable, variable: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call such a method, which writes, of every copy."""
+    result = _in_first_copy(name, original, variable, *args, **kwargs)
+    for copy in variable.values[1:]:  # only of steps: the original has raised
+        getattr(copy, name)(*args, **kwargs)
+    return result
+
+
+def _slice(original: Callable, variable: Any, entries: Any) -> Any:
+    """Return entries of a variable, whose `assign` changes every copy."""
+    if not _in_step_outside_update(variable):
+        return original(variable, entries)
+    found = _first(variable)[entries]
+    assign_first = found.assign
+
+    def assign(value: Any, name: str | None = None) -> Any:
+        result = assign_first(value, name)
+        for copy in variable.values[1:]:
+            copy[entries].assign(value, name)
+        return result
+
+    found.assign = assign
+    return found
 
 
 def _gradients(original: Callable, ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +226,8 @@ for _name, _number in (("__float__", float), ("__int__", int)):
         setattr(DistributedVariable, _name, lambda v, number=_number: number(v.read_value()))
 
 
+_READING = ("gather_nd", "sparse_read")
+_WRITING = ("batch_scatter_update", "scatter_nd_add", "scatter_nd_sub", "scatter_nd_update")
 _AVERAGING = ("compute_average_loss", "scale_regularization_loss")
 
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585.
@@ -202,6 +241,9 @@ _TABLE = (
     Patch(tf, "gradients", _gradients),
     Patch(DistributedVariable, "_get", _read),
     Patch(DistributedVariable, "aggregation", _aggregation),
+    Patch(DistributedVariable, "__getitem__", _slice),
+    *(Patch(DistributedVariable, name, partial(_in_first_copy, name)) for name in _READING),
+    *(Patch(DistributedVariable, name, partial(_in_all_copies, name)) for name in _WRITING),
     Patch(keras.optimizers.Optimizer, "apply", _optimizers.apply),
     Patch(keras.optimizers.LossScaleOptimizer, "_tf_apply", _optimizers.apply_scaled),
 )

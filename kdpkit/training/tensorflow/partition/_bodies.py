@@ -29,14 +29,15 @@ class Bodies:
 
     Args:
         step: The traced step.
+        longer: How many examples the second graph of each function is for.
 
     Attributes:
         inputs: The labels with which a loop or condition is run in parts, by its name.
         failed: The operations for which devices need the examples of others.
     """
 
-    def __init__(self, step: Any) -> None:
-        self._graph = step.graph
+    def __init__(self, step: Any, longer: int) -> None:
+        self._graph, self._longer = step.graph, longer
         library = step.graph_def.library.function
         self._functions = {function.signature.name: function for function in library}
         self.inputs: dict[str, list[Any]] = {}
@@ -45,7 +46,8 @@ class Bodies:
     def labels_of(self, operation: Operation) -> list[Any] | None:
         """Label the outputs of a loop or condition; None if it is computed whole."""
         labels = [*operation.labels]
-        of_kind = self._of_loop if "While" in operation.kind else self._of_condition
+        is_loop, is_call = "While" in operation.kind, operation.kind.endswith("PartitionedCall")
+        of_kind = self._of_loop if is_loop else self._of_call if is_call else self._of_condition
         are_known = not any(label in (WHOLE, SIZE) for label in labels)
         found = of_kind(operation, labels) if are_known else None
         is_body = operation.graph.is_body
@@ -71,6 +73,14 @@ class Bodies:
             body = self._body(operation, branch, operation.inputs[1:])
             found.append(self._labelled(body, labels[1:]))
         return (labels, found[0]) if found[0] is not None and found[0] == found[1] else None
+
+    def _of_call(self, operation: Operation, labels: list[Any]) -> Any:
+        """Label the call of a function that XLA compiles; others are part of the graph."""
+        if not operation.graph.is_body:
+            labels = [SAME if label is PARTIAL else label for label in labels]
+        body = self._body(operation, "f", operation.inputs)
+        found = None if PARTIAL in labels else self._labelled(body, labels)
+        return found and (labels, found)
 
     def _of_loop(self, operation: Operation, labels: list[Any]) -> Any:
         body = self._body(operation, "body", operation.inputs)
@@ -139,9 +149,8 @@ class Bodies:
     ) -> list[Any] | None:
         """Return the labels of a function's outputs; None if it needs examples of others."""
         (first, inputs, outputs), (second, _, _) = body
-        inferred = _inference.Inferred(
-            (first, second), [], _inference.axes_of(first, second), is_assumed=False
-        )
+        axes = _inference.axes_of(first, second, self._longer)
+        inferred = _inference.Inferred((first, second), [], axes, False, self._longer)
         given = dict(zip(inputs, labels, strict=True))
         graph = LabelledGraph(inferred, given, self, zeros=[inputs[i] for i in zeros])
         needs_others = graph.whole or WHOLE in graph.labels.values()

@@ -1,7 +1,9 @@
 """A step of one device, divided among the devices of a mesh."""
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,12 +12,12 @@ from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
 from kdpkit.training.tensorflow._keras_internals import FuncGraph, importer, next_turn
-from kdpkit.training.tensorflow._split import split
 from kdpkit.training.tensorflow.partition import _inference, _report, _rules, _stages, _traced_step
 from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._exchanges import TURN
 from kdpkit.training.tensorflow.partition._labelling import LabelledGraph
 from kdpkit.training.tensorflow.partition._labels import SAME, WHOLE, Split
+from kdpkit.training.tensorflow.partition._parts import parts_of
 from kdpkit.training.tensorflow.partition._writing import Writer, numbers_of_examples
 
 
@@ -39,8 +41,26 @@ def run_divided(
     except Exception as error:
         if isinstance(error, errors.InputError) or _traced_step.length_of(batch) is None:
             raise
-        _warn(error)
+        warnings.warn(_why_whole(error), stacklevel=2)
         return function(batch)
+    return _computed(mesh, step, variables, jit=jit)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Do not look for garbage for a while, to which a third of the time of making graphs goes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_garbage_kept()
+def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> Any:
+    """Add a traced step to the current graph, divided, and return what it returns."""
     values, copies = _with_copies(step, variables)
     _require_all_copies(step, values, copies)
     graph_def, outputs = step.graph_def, step.outputs
@@ -50,10 +70,10 @@ def run_divided(
         try:
             writer, names = written(step, mesh, copies)
         except ValueError as error:  # TensorFlow's, of shapes
-            _warn(error)
+            warnings.warn(_why_whole(error), stacklevel=2)
             return _imported(graph_def, values, outputs, step.structure)
         total = _length_of_all(values, names)
-        values |= numbers_of_examples(split(total, mesh.num_parts, mesh.local))
+        values |= numbers_of_examples(parts_of(total, mesh.num_parts, mesh.local))
         if mesh.num_processes > 1:
             values[TURN] = next_turn(mesh, "step")
         _report.report(step, writer.graph)
@@ -64,12 +84,21 @@ def run_divided(
     return _imported(graph_def, values, outputs, step.structure)
 
 
-def _warn(error: Exception) -> None:
-    warnings.warn(
+def _why_whole(error: Exception) -> str:
+    return (
         "One device computes the step for all examples, because it does not work for batches of "
-        f"any length: {checks.reason_of(error)}",
-        stacklevel=2,
+        f"any length: {checks.reason_of(error)}"
     )
+
+
+def sentence_of_whole(function: Callable[[Any], Any], batch: Any, variables: dict[int, Any]) -> str:
+    """Return what of a step one device would compute for all; none if that is hardly any work."""
+    step = _traced_step.traced(function, batch)
+    try:
+        _, graph, _ = labelled(step, _with_copies(step, variables)[1])
+    except ValueError as error:
+        return _why_whole(error)
+    return _report.sentence_of(step, graph)
 
 
 def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]:
@@ -80,7 +109,7 @@ def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]
         for name, (_, inner) in step.inputs.items()
     }
     given |= {name: Split(0) for name in inferred.batch}
-    bodies = Bodies(step)
+    bodies = Bodies(step, inferred.longer)
     graph = LabelledGraph(inferred, given, bodies, copies)
     if bodies.failed:  # If one loop of a chain cannot be divided, none is.
         return inferred, LabelledGraph(inferred, given, None, copies), None

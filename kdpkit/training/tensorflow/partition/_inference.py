@@ -1,8 +1,7 @@
 """Which axis of each tensor has the examples, found by TensorFlow's inference of shapes.
 
-A traced step is imported for batches of two lengths. The axis whose length differs between the two,
-and is a multiple of the batch's in both, has the examples; imports for other lengths confirm it.
-Nothing is computed.
+A traced step is imported for batches of several lengths. The axis whose length is proportional to
+the batch's in all of them has the examples. Nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -12,32 +11,32 @@ import tensorflow as tf
 
 from kdpkit.training.tensorflow._keras_internals import handle_data_util, importer
 
-# Many programs split a batch into groups: every number up to 10 divides both.
-LENGTHS = (2520, 5040)
+# Many programs split a batch into groups: every number up to 10 divides it.
+LENGTH = 2520
+# An axis that is as long as batches of these, too, is not one that is padded or cut to a length. Of
+# the longer ones the first that a step can have: in groups it can have the last two only.
+_LONGER, _ONE = (1048583, LENGTH * 416, LENGTH * 2), 1
+_OTHER_LENGTH = 6007  # of no other axis: it is prime
 # The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
 _ASSUMED, _OTHER_ASSUMED = 96, 97
-_OTHER_LENGTH = 6007  # of no other axis: it is prime
-# An axis that is as long as the batch for these, too, is not one that is padded or cut to a length.
-# A program that needs groups takes only the last one.
-_ONE, _LONG, _LONG_OF_GROUPS = 1, 1048583, 2520 * 416
 
 
 class Inferred(NamedTuple):
     """A graph for a batch of each length, the axes with examples, and their entries for each.
 
     Args:
-        graphs: The same operations with their shapes, for each length.
+        graphs: The same operations with their shapes, for `LENGTH` examples and for more.
         batch: The names of the step's inputs that have as many examples as the first of them.
         axes: The axis of examples of each tensor that has one, by its name.
         is_assumed: Whether lengths of other axes were assumed.
-        length: The number of examples in the first graph.
+        longer: How many examples the second graph is for.
     """
 
     graphs: tuple[Any, Any]
     batch: Sequence[str]
     axes: dict[str, int]
     is_assumed: bool
-    length: int = LENGTHS[0]
+    longer: int
 
 
 def inferred(step: Any) -> Inferred:
@@ -53,46 +52,45 @@ def inferred(step: Any) -> Inferred:
         if x.shape.rank
     )
     try:
-        batch = _of_one_length(step, placeholders, _ASSUMED)
-        graphs = _imported(step, placeholders, _ASSUMED, batch)
+        return _inferred(step, placeholders, _ASSUMED if has_unknown else None)
     except ValueError:
         if not has_unknown:
             raise
-        has_unknown = False
-        batch = _of_one_length(step, placeholders, None)
-        graphs = _imported(step, placeholders, None, batch)
-    assumed = _ASSUMED if has_unknown else None
-    axes = axes_of(*graphs)
-    for lengths in ((_ONE,), (_LONG, _LONG_OF_GROUPS)):
-        for length in lengths:
-            graph = _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
-            if graph is not None:
-                axes = _confirmed(axes, length, graphs[0], graph)
-                break
-    other = has_unknown and _graph_for(
-        step, placeholders, _OTHER_ASSUMED, dict.fromkeys(batch, LENGTHS[0])
-    )
-    if other:  # An example is not always so many groups.
+        return _inferred(step, placeholders, None)
+
+
+def _inferred(step: Any, placeholders: dict[str, Any], assumed: int | None) -> Inferred:
+    batch = _of_one_length(step, placeholders, assumed)
+
+    def graph_for(length: int, assumed: int | None = assumed) -> Any:
+        return _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
+
+    first = _for_length(step, placeholders, assumed, dict.fromkeys(batch, LENGTH))
+    graphs = ((n, graph_for(n)) for n in _LONGER)
+    longer, second = next(((n, graph) for n, graph in graphs if graph), (None, None))
+    if longer is None:
+        raise ValueError(f"the step works for {LENGTH} examples, and for no number above it")
+    axes = axes_of(first, second, longer)
+    if one := graph_for(_ONE):
+        axes = {name: i for name, i in axes.items() if _has_one_example(name, i, first, one)}
+    if assumed and (other := graph_for(LENGTH, _OTHER_ASSUMED)):
         axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
-    return Inferred(graphs, batch, axes, has_unknown)
+    return Inferred((first, second), batch, axes, bool(assumed), longer)
+
+
+def _has_one_example(name: str, axis: int, first: Any, one: Any) -> bool:
+    """Return whether an axis has the examples of a batch of one, too."""
+    x, y = (graph.get_tensor_by_name(name).shape for graph in (first, one))
+    if y.rank is None:
+        return True
+    is_known = y.rank == x.rank and y[axis] is not None
+    return is_known and bool(y[axis] * LENGTH == x[axis])
 
 
 def _is_multiple(name: str, axis: int, graph: Any) -> bool:
+    """Return whether an axis has examples where texts have another length: not so many groups."""
     shape = graph.get_tensor_by_name(name).shape
-    return shape.rank is None or shape[axis] is None or shape[axis] % LENGTHS[0] == 0
-
-
-def _confirmed(axes: dict[str, int], length: int, first: Any, other: Any) -> dict[str, int]:
-    """Return the axes that have the examples of a batch of another length, too."""
-
-    def has_examples(name: str, axis: int) -> bool:
-        x, y = (graph.get_tensor_by_name(name).shape for graph in (first, other))
-        if y.rank is None:
-            return True
-        is_known = y.rank == x.rank and y[axis] is not None
-        return is_known and bool(y[axis] * LENGTHS[0] == x[axis] * length)
-
-    return {name: axis for name, axis in axes.items() if has_examples(name, axis)}
+    return shape.rank is None or shape[axis] is None or shape[axis] % LENGTH == 0
 
 
 def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:
@@ -110,7 +108,7 @@ def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None)
             rest = [name for name in rest if name not in found]
         groups.append(tied)
     largest = max(groups, key=len)
-    lengths = dict.fromkeys(step.batch, _OTHER_LENGTH) | dict.fromkeys(largest, LENGTHS[0])
+    lengths = dict.fromkeys(step.batch, _OTHER_LENGTH) | dict.fromkeys(largest, LENGTH)
     graph = len(groups) > 1 and _graph_for(step, placeholders, assumed, lengths)
     is_clear = graph and all(map(_is_known, graph.get_operations()))
     return largest if is_clear else [*step.batch]
@@ -118,7 +116,7 @@ def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None)
 
 def _may_differ(step: Any, placeholders: dict[str, Any], tied: Sequence[str], name: str) -> bool:
     """Return whether a tensor may be longer than some that are as long as each other."""
-    lengths = dict.fromkeys(tied, LENGTHS[0]) | {name: _OTHER_LENGTH}
+    lengths = dict.fromkeys(tied, LENGTH) | {name: _OTHER_LENGTH}
     return _graph_for(step, placeholders, None, lengths) is not None
 
 
@@ -137,7 +135,7 @@ def _is_known(op: tf.Operation) -> bool:
     return all(x.shape.is_fully_defined() for x in op.outputs if x.dtype.is_floating)
 
 
-def axes_of(first: Any, second: Any) -> dict[str, int]:
+def axes_of(first: Any, second: Any, longer: int) -> dict[str, int]:
     """Return the axis of examples of each tensor that has one, by its name."""
     axes = {}
     others = {operation.name: operation for operation in second.get_operations()}
@@ -146,15 +144,15 @@ def axes_of(first: Any, second: Any) -> dict[str, int]:
             if x.shape.rank and y.shape.rank == x.shape.rank:
                 pairs = zip(x.shape, y.shape, strict=True)
                 differ = [(i, a, b) for i, (a, b) in enumerate(pairs) if a != b]
-                if len(differ) == 1 and _counts_examples(*differ[0][1:]):
+                if len(differ) == 1 and _counts_examples(*differ[0][1:], longer):
                     axes[x.name] = differ[0][0]
     return axes
 
 
-def _counts_examples(first: int | None, second: int | None) -> bool:
-    if not first or not second or first % LENGTHS[0]:
+def _counts_examples(first: int | None, second: int | None, longer: int) -> bool:
+    if not first or not second or first % LENGTH:
         return False
-    return first * LENGTHS[1] == second * LENGTHS[0]
+    return first * longer == second * LENGTH
 
 
 def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
@@ -163,15 +161,6 @@ def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
     used |= {f"{name}:0" for name in used if ":" not in name and not name.startswith("^")}
     inputs = {name: tensor for name, tensor in inputs.items() if name in used}
     importer.import_graph_def(graph_def, input_map=inputs, name="")
-
-
-def _imported(
-    step: Any, placeholders: dict[str, Any], assumed: int | None, batch: Sequence[str]
-) -> tuple[Any, Any]:
-    first, second = (
-        _for_length(step, placeholders, assumed, dict.fromkeys(batch, n)) for n in LENGTHS
-    )
-    return first, second
 
 
 def _for_length(

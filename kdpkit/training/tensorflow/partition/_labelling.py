@@ -15,10 +15,10 @@ from kdpkit.training.tensorflow.partition._labels import (
     SAME,
     SIZE,
     WHOLE,
-    ListOf,
     Operation,
     Split,
     is_divided,
+    is_list,
     is_size,
 )
 
@@ -50,7 +50,9 @@ class LabelledGraph:
         # Computed of variables and constants alone, whatever their lengths are.
         self._without_batch = {name for name, label in given.items() if label is SAME}
         self.unbroadcast: dict[str, Any] = {}  # sums that undo a broadcast, as the rules find them
-        self.whole: list[tf.Operation] = []  # that are computed whole, for want of a rule
+        # What the first device computes of parts or terms, or of all examples: for want of a rule,
+        # or because it needs a sum, which is no loss.
+        self.whole: list[tf.Operation] = []
         for op in self.first.get_operations():
             if op.type != "Placeholder":
                 self._label(op)
@@ -83,7 +85,7 @@ class LabelledGraph:
             differs = _is_stateful(op) or (has_size and any(label is not SIZE for label in found))
             if (needs_examples and op.outputs) or (self.is_body and differs):
                 self.whole.append(op)
-            if self.bodies and any(isinstance(label, ListOf) for label in labels):
+            if self.bodies and any(map(is_list, labels)):
                 self.bodies.failed.append(op)  # Lists of parts cannot be joined.
         self.labels.update((x.name, label) for x, label in zip(op.outputs, found, strict=True))
 
@@ -107,6 +109,7 @@ class LabelledGraph:
                 return self._trusted(op, [PARTIAL] * len(op.outputs))
             if self.is_body:  # where nothing adds them up
                 return None
+            # It needs the sum: the terms are added up, and devices get copies (`Writer._whole`).
             labels = [SAME if label is PARTIAL else label for label in labels]
         if WHOLE in labels:
             if not any(map(is_divided, labels)) and op.type not in _rules.HEAVY:
@@ -119,9 +122,13 @@ class LabelledGraph:
                 return None
         if not any(map(is_divided, labels)) and op.type not in _rules.GENERATING:
             return None
-        # A place among a device's examples is not that among all.
-        if self.is_body and op.type in _PLACED and any(label is SIZE for label in labels):
-            return None
+        if not has_bodies:
+            counting = _rules.COUNTING.get(op.type, ())
+            numbers = [i for i, label in enumerate(labels) if is_size(label) and i not in counting]
+            # The number of a device's examples is that of all only as a length of its parts.
+            if numbers and self.is_body:
+                return None
+            labels = [SAME if i in numbers else label for i, label in enumerate(labels)]
         found = rule(Operation(op, labels, self))
         return found and self._trusted(op, found)
 
@@ -133,15 +140,16 @@ class LabelledGraph:
     def _trusted(self, op: tf.Operation, found: list[Any]) -> list[Any] | None:
         """Return what a rule has found, unless the inferred lengths contradict it."""
         for x, label in zip(op.outputs, found, strict=True):
-            axis = self.axes.get(x.name)
-            if isinstance(label, Split) and axis != label.axis and x.shape.is_fully_defined():
-                return None
+            axis, wanted = self.axes.get(x.name), getattr(label, "axis", None)
+            if isinstance(label, Split) and axis != wanted:
+                is_known = x.shape.rank is not None and x.shape[wanted] is not None
+                if is_known or axis is not None:
+                    return None
             if label is PARTIAL and axis is not None:
                 return None
         return found
 
 
-_PLACED = ("StridedSlice", "Slice", "Tile", "TensorListGetItem", "TensorListSetItem")
 _READS = ("ReadVariableOp", "VariableShape")
 
 

@@ -1,7 +1,7 @@
 """What devices can have of a tensor, and an operation as its rule sees it."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,11 @@ from kdpkit.training.tensorflow._keras_internals import tensor_util
 
 
 class Label(enum.Enum):
-    """What devices have of a tensor, if it is neither divided nor a list."""
+    """What devices have of a tensor, if it is neither divided nor a list.
+
+    What is `SAME` may be computed of all examples, as the mean of a batch is: the first device then
+    computes it, and others get copies.
+    """
 
     SAME = "all of it, which does not depend on the batch's length"
     SIZE = "a number or a shape that counts examples"
@@ -70,8 +74,7 @@ class Operation:
     def value(self, index: int) -> Any:
         """Return an input that is known before the step runs, as an array; else None."""
         x = self.inputs[index]
-        label = self.graph.of(x)
-        return None if is_size(label) else tf.get_static_value(x)
+        return None if is_size(self.graph.of(x)) else known(x)
 
     def shape_value(self, index: int) -> list[int | None] | None:
         """Return an input that is a shape, for the first length of batches."""
@@ -94,6 +97,24 @@ class Operation:
     def are_same(self, *indices: int) -> bool:
         """Return whether inputs are the same on all devices."""
         return all(self.labels[i] is SAME for i in indices)
+
+
+# `tf.get_static_value` computes no differences, as of the axes of `tf.nn.softmax`.
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "Sub": np.subtract,
+    "AddV2": np.add,
+    "Range": np.arange,
+    "Pack": lambda *numbers: np.stack(numbers),
+    "ConcatV2": lambda *parts: np.concatenate(parts[:-1]),
+}
+
+
+def known(x: tf.Tensor) -> Any:
+    value, op = tf.get_static_value(x), x.op
+    if value is not None or op.type not in _COMPUTED or x.shape.rank not in (0, 1):
+        return value
+    values = [known(y) for y in op.inputs]
+    return None if any(y is None for y in values) else _COMPUTED[op.type](*values)
 
 
 def static_axis(value: Any, rank: int | None) -> int | None:

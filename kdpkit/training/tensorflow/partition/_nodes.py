@@ -59,6 +59,11 @@ class Nodes:
     def packed(self, numbers: Sequence[str], dtype: tf.DType = tf.int32) -> str:
         return self.once("Pack", numbers, T=dtype, N=len(numbers), axis=0)
 
+    def quotient(self, entries: str, num_examples: str) -> str:
+        """Return how many entries each example has; an empty batch has none."""
+        divisor = self.once("Maximum", [num_examples, self.constant(1)], **_INT32)
+        return self.once("FloorDiv", [entries, divisor], **_INT32)
+
     def vector(self, rank: int, axis: int, number: str, other: int) -> str:
         """Return a vector of one number for an axis, and another for all others."""
         numbers = [self.constant(other)] * rank
@@ -75,7 +80,7 @@ class Nodes:
 
     def with_entry(self, shape: str, axis: int, times: str, per: str) -> str:
         """Return a shape of which one length counts other examples; one that is -1 stays."""
-        each = self.once("FloorDiv", [self._slice(shape, axis, 1), per], **_INT32)
+        each = self.quotient(self._slice(shape, axis, 1), per)
         length = self.once("Maximum", [self.product(each, times), self.constant(-1)], **_INT32)
         parts = [self._slice(shape, 0, axis), length, self._slice(shape, axis + 1, -1)]
         inputs = [*parts, self.constant(0)]

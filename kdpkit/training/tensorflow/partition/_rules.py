@@ -1,11 +1,14 @@
 """What can be computed in parts: a rule for each family of operations.
 
-A rule gets an operation of which at least one input is divided, and returns the labels of its
-outputs; None if it needs examples of other devices. The law of every rule: the operation on the
-parts of its inputs gives the parts of its outputs.
+A rule gets an operation of which at least one input is divided (unless it is `GENERATING`), and
+returns the labels of its outputs; None if it needs examples of other devices. To all rules but that
+of loops a sum of terms is `SAME`: `LINEAR` decides what is computed of terms. The law of every
+rule: the operation on the parts of its inputs gives the parts of its outputs, or terms that add up
+to them. A mean of a part becomes a term when it is written: `Writer._write_divided` scales it.
 """
 
 import math
+import string
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -22,6 +25,7 @@ from kdpkit.training.tensorflow.partition._labels import (
     Split,
     is_list,
     is_size,
+    known,
     static_axis,
 )
 
@@ -35,9 +39,9 @@ def kinds(names: str) -> frozenset[str]:
 
 
 # TensorFlow calls these stateful, because they read a variable or call functions.
-STATELESS_IN_EFFECT = kinds("ResourceGather While If")
+STATELESS_IN_EFFECT = kinds("ResourceGather While If StatefulPartitionedCall")
 READS = kinds("ReadVariableOp VariableShape ResourceGather ResourceGatherNd")
-WITH_BODIES = kinds("While StatelessWhile If StatelessIf")
+WITH_BODIES = kinds("While StatelessWhile If StatelessIf PartitionedCall StatefulPartitionedCall")
 DRAWING = kinds("StatelessRandomUniformV2 StatelessRandomNormalV2")
 # Worth to be divided although all examples are on the first device.
 PRODUCTS = kinds(
@@ -50,16 +54,21 @@ HEAVY = PRODUCTS | WITH_BODIES | kinds("GatherV2 ResourceGather")
 GENERATING = kinds(
     "Fill BroadcastTo StatelessRandomUniformV2 StatelessRandomNormalV2 EmptyTensorList "
     "TensorListReserve TensorListFromTensor TensorListSetItem TensorListPushBack ZerosLike "
-    "BroadcastGradientArgs While StatelessWhile"
+    "BroadcastGradientArgs Tile While StatelessWhile"
 )
-# A sum of terms goes through them: the operation on terms gives terms.
-LINEAR = kinds("Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2")
-# The inputs that are shapes or sizes of an output, or of entries of a list.
+# The operation on terms of a sum gives terms, which are added up later, or never. It needs a rule,
+# too, for what is split.
+LINEAR = kinds(
+    "Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2 MatrixBandPart"
+)
+# The inputs that are shapes or sizes of an output, or of entries of a list. They are computed for
+# all examples, and each device gets the shape of its part instead (`Writer._argument`).
 SHAPES: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
     "Fill": (0,),
     "BroadcastTo": (1,),
     "Slice": (2,),
+    "Tile": (1,),
     "StridedSliceGrad": (0,),
     "Conv2DBackpropInput": (0,),
     "Conv3DBackpropInputV2": (0,),
@@ -73,10 +82,27 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "TensorListPopBack": (1,),
     "TensorListStack": (1,),
 }
+# What else may count a device's own examples in a loop, where a number is not that of all.
+COUNTING: dict[str, tuple[int, ...]] = SHAPES | {
+    "BroadcastGradientArgs": (0, 1),
+    "Sum": (1,),
+    "EmptyTensorList": (0,),
+    "TensorListReserve": (0,),
+    "TensorListPushBack": (1,),
+    "TensorListSetItem": (2,),
+}
 
 
-def axis_of_shape(kind: str, labels: Sequence[Any]) -> int | None:
-    """Return which length of an input that is a shape counts examples, by the outputs' labels."""
+def axis_of_shape(kind: str, source: Any, labels: Sequence[Any]) -> int | None:
+    """Return which length of an input that is a shape counts examples.
+
+    Args:
+        kind: That of the operation.
+        source: The label of its first input.
+        labels: Those of its outputs.
+    """
+    if kind == "Tile" and isinstance(source, Split):  # It repeats along other axes.
+        return None
     label = labels[-1].label if isinstance(labels[-1], ListOf) else labels[-1]
     return label.axis - (kind == "TensorListStack") if isinstance(label, Split) else None
 
@@ -124,7 +150,7 @@ def entry_by_entry(op: Operation) -> list[Any] | None:
     if any(map(is_list, op.labels)):
         return _of_lists_entry_by_entry(op)
     ranks = [x.shape.rank for x in op.inputs]
-    if not op.splits or (op.graph.is_body and any(map(is_size, op.labels))):
+    if not op.splits:
         return None
     if None in ranks:  # an entry of a list
         return [op.labels[0]] if len({*op.labels}) == 1 else None
@@ -161,8 +187,24 @@ def _of_lists_entry_by_entry(op: Operation) -> list[Any] | None:
     return None
 
 
+@rule("Select")
+def select(op: Operation) -> list[Any] | None:
+    """Choose entries; by a vector, which may be shorter than what it chooses from, examples."""
+    ranks = {x.shape.rank for x in op.inputs}
+    if len(ranks) > 1:
+        return [Split(0)] if all(label == Split(0) for label in op.labels) else None
+    return entry_by_entry(op)
+
+
+@rule("EnsureShape")
+def ensure_shape(op: Operation) -> list[Any] | None:
+    label, shape = op.labels[0], tf.TensorShape(op.attr("shape"))
+    is_any = isinstance(label, Split) and (shape.rank is None or shape[label.axis] is None)
+    return [label] if is_any else None
+
+
 # Each example by itself, along the first axis. The letters say what the inputs are: "x" has
-# examples, "s" is shared by them, and "n" is a shape that counts them.
+# examples, "s" is shared by them, "a" is either, and "n" is a shape that counts them.
 _EXAMPLE_BY_EXAMPLE = {
     "Conv2D": "xs",
     "Conv3D": "xs",
@@ -192,6 +234,7 @@ _EXAMPLE_BY_EXAMPLE = {
     "DepthToSpace": "x",
     "SpaceToDepth": "x",
     "ExtractImagePatches": "x",
+    "ImageProjectiveTransformV3": "xass",
     "AdjustContrastv2": "xs",
     "AdjustHue": "xs",
     "AdjustSaturation": "xs",
@@ -210,9 +253,9 @@ _EXAMPLE_BY_EXAMPLE = {
 
 @rule(" ".join(_EXAMPLE_BY_EXAMPLE))
 def example_by_example(op: Operation) -> list[Any] | None:
-    allowed = {"x": lambda label: label == Split(0), "s": lambda label: label is SAME}
+    allowed = {"x": (Split(0),), "s": (SAME,), "a": (SAME, Split(0))}
     for letter, label in zip(_EXAMPLE_BY_EXAMPLE[op.kind], op.labels, strict=True):
-        if letter in allowed and not allowed[letter](label):
+        if label not in allowed.get(letter, (label,)):
             return None
     least = 3 if op.kind.startswith(("Matrix", "Chol", "LogM")) else 4
     is_without_batch = op.kind.startswith(("Matrix", "Chol", "LogM", "Adjust"))
@@ -221,13 +264,17 @@ def example_by_example(op: Operation) -> list[Any] | None:
     return [Split(0)] * len(op.outputs)
 
 
-# The last axis belongs together.
+# The last axis belongs together: of matrices the last two.
+
+_OF_MATRICES = kinds("FFT2D IFFT2D MatrixBandPart MatrixDiagPartV3")
 
 
-@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize")
+@rule("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Bucketize MatrixDiagV3")
+@rule(" ".join(_OF_MATRICES))
 def row_by_row(op: Operation) -> list[Any] | None:
     label, rank = op.labels[0], op.rank()
-    if not isinstance(label, Split) or rank is None or label.axis == rank - 1:
+    num_together = 2 if op.kind in _OF_MATRICES else 1
+    if not isinstance(label, Split) or rank is None or label.axis >= rank - num_together:
         return None
     return [label] * len(op.outputs) if op.are_same(*range(1, len(op.labels))) else None
 
@@ -276,7 +323,8 @@ def reduction(op: Operation) -> list[Any] | None:
 
 def _reduced(op: Operation, axis: int, over: set[int]) -> list[Any] | None:
     if axis in over:
-        # A mean is scaled by a device's share, which the body of a condition does not know.
+        # `Writer._write_divided` scales a part's mean by the device's share of the examples, which
+        # the body of a loop or condition does not know.
         is_scaled = op.kind == "Mean" and not op.outputs[0].dtype.is_integer
         is_sum = op.kind == "Sum" or (is_scaled and not op.graph.is_body)
         return [PARTIAL] if is_sum else None
@@ -284,9 +332,11 @@ def _reduced(op: Operation, axis: int, over: set[int]) -> list[Any] | None:
 
 
 def _unbroadcast(op: Operation, axis: int) -> list[Any] | None:
-    """Label the gradient of an input that may have been broadcast: a sum over what was.
+    """Label the sum that makes the gradient of an input which may have been broadcast.
 
-    A `Reshape` gives it the input's shape, and has the same label.
+    It is a term if the input was repeated for all examples, as a bias is; an input that had
+    examples gets those of its gradient. A `Reshape` gives the sum the input's shape, and has the
+    same label.
     """
     users = op.outputs[0].consumers()
     are_gradients = op.inputs[1].op.type == "BroadcastGradientArgs" and op.kind == "Sum"
@@ -371,10 +421,9 @@ def _product(
 @rule("Einsum")
 def einsum(op: Operation) -> list[Any] | None:
     equation = op.attr("equation").decode().replace(" ", "")
-    if "." in equation or "->" not in equation:
+    if "->" not in equation or any(x.shape.rank is None for x in op.inputs):
         return None
-    inputs, output = equation.split("->")
-    terms = inputs.split(",")
+    terms, output = _terms_of(equation, [x.shape.rank for x in op.inputs])
     letters = {
         term[label.axis]
         for term, label in zip(terms, op.labels, strict=True)
@@ -392,6 +441,18 @@ def einsum(op: Operation) -> list[Any] | None:
         ):
             return None
     return [Split(output.index(letter))] if letter in output else [PARTIAL]
+
+
+def _terms_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Return the letters of inputs and output, with some for the axes of an ellipsis."""
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    numbers = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True)]
+    most = max((n for term, n in zip(terms, numbers, strict=True) if "." in term), default=0)
+    letters = [letter for letter in string.ascii_letters if letter not in equation][:most]
+    of_ellipsis = ["".join(letters[most - n :]) for n in numbers]
+    pairs = zip(terms, of_ellipsis, strict=True)
+    return [a.replace("...", b) for a, b in pairs], output.replace("...", "".join(letters))
 
 
 # Shapes, and what moves entries.
@@ -429,7 +490,7 @@ def transpose(op: Operation) -> list[Any] | None:
     """Follow the axis of examples; a gradient's order is that of the axes before."""
     source, axis = op.inputs[1].op, op.labels[0].axis
     is_inverse = source.type == "InvertPermutation"
-    order = tf.get_static_value(source.inputs[0]) if is_inverse else op.value(1)
+    order = known(source.inputs[0]) if is_inverse else op.value(1)
     if order is None:
         return None
     return [Split(int(order[axis]) if is_inverse else [*order].index(axis))]
@@ -482,12 +543,20 @@ def running_total(op: Operation) -> list[Any] | None:
     return None if at in (None, label.axis) else [label]
 
 
-@rule("ReverseV2")
-def reverse(op: Operation) -> list[Any] | None:
-    label, at, rank = op.labels[0], op.value(1), op.rank()
-    if at is None or rank is None:
+@rule("ReverseV2 Roll")
+def moved_along_axes(op: Operation) -> list[Any] | None:
+    """Follow an axis of examples along which nothing moves; the last input has those that do."""
+    (label, *others), at, rank = op.labels, op.value(len(op.inputs) - 1), op.rank()
+    if at is None or rank is None or any(other is not SAME for other in others):
         return None
-    return None if label.axis in {int(i) % rank for i in at} else [label]
+    return None if label.axis in {int(i) % rank for i in at.ravel()} else [label]
+
+
+@rule("IdentityN")
+def identities(op: Operation) -> list[Any] | None:
+    """Pass all on, as functions with gradients of their own do."""
+    are_passed = all(label is SAME or isinstance(label, Split) for label in op.labels)
+    return [*op.labels] if are_passed else None
 
 
 @rule("OneHot")
@@ -534,27 +603,35 @@ def split(op: Operation) -> list[Any] | None:
 @rule("Pad PadV2 MirrorPad MirrorPadGrad")
 def pad(op: Operation) -> list[Any] | None:
     label, paddings = op.labels[0], op.value(1)
-    if paddings is None or not isinstance(label, Split) or any(paddings[label.axis]):
+    if not isinstance(label, Split):
         return None
-    return [label]
+    if paddings is None:
+        return [label] if _has_all(op, label.axis) else None
+    return None if any(paddings[label.axis]) else [label]
+
+
+def _has_all(op: Operation, axis: int) -> bool:
+    """Return whether an axis is as long in the output: it has all that the input has, in order.
+
+    Nothing is padded or cut off that has no entries.
+    """
+    if op.rank() is None or op.outputs[0].shape.rank is None:
+        return False
+    return op.shape()[axis] is not None and op.outputs[0].shape[axis] == op.shape()[axis]
 
 
 @rule("Slice")
 def cut_out(op: Operation) -> list[Any] | None:
-    label, begin, rank = op.labels[0], op.inputs[1], op.rank()
-    begins = tf.get_static_value(begin, partial=True)
-    is_gradient = begin.op.type == "ConcatOffset"
-    if is_gradient:  # It is zero, but along the axis that was joined.
-        at = begin.op.inputs[0]
+    label, begin = op.labels[0], op.inputs[1].op
+    if not isinstance(label, Split) or (op.graph.is_body and op.labels[2] is SIZE):
+        return None  # along which axis?
+    if begin.type == "ConcatOffset" and op.labels[2] == ShapeOf(label.axis):
+        # The gradient of a concatenation begins at zero, but along the axis that was joined.
+        at = begin.inputs[0]
         value = tf.get_static_value(at.op.inputs[0] if at.op.type == "FloorMod" else at)
-        joined = static_axis(value, rank)
-        begins = None if joined is None else [int(i == joined) for i in range(rank or 0)]
-    if not isinstance(label, Split) or begins is None or begins[label.axis] != 0:
-        return None
-    if is_gradient and op.labels[2] == ShapeOf(label.axis):
-        return [label]
-    is_all = op.outputs[0].shape.rank and op.outputs[0].shape[label.axis] == op.shape()[label.axis]
-    return [label] if is_all and op.shape()[label.axis] is not None else None
+        joined = static_axis(value, op.rank())
+        return None if joined in (None, label.axis) else [label]
+    return [label] if _has_all(op, label.axis) else None
 
 
 @rule("BroadcastTo")
@@ -572,10 +649,16 @@ def broadcast(op: Operation) -> list[Any] | None:
 
 @rule("Tile")
 def tile(op: Operation) -> list[Any] | None:
+    """Repeat each example, or what has none for all examples, as gradients of sums do."""
     label, times = op.labels[0], tf.get_static_value(op.inputs[1], partial=True)
-    if not isinstance(label, Split) or times is None or times[label.axis] != 1:
+    to = op.axis_of_output()
+    if op.rank() is None or (op.graph.is_body and is_size(op.labels[1])):
         return None
-    return [label]
+    if isinstance(label, Split):
+        return [label] if times is not None and times[label.axis] == 1 else None
+    if to is None or op.graph.is_body:
+        return None
+    return [Split(to)] if label is SAME and op.shape()[to] == 1 else None
 
 
 @rule("Fill")
@@ -638,26 +721,37 @@ def _sliced_axes(op: Operation, axis: int, *, is_forward: bool) -> int | None:
         name: op.attr(f"{name}_mask")
         for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     }
-    strides = op.value(3)
-    if masks["ellipsis"] or strides is None:
+    strides, rank = op.value(3), op.rank() if is_forward else op.outputs[0].shape.rank
+    if strides is None or rank is None:
         return None
+    num_given = sum(
+        not (masks["new_axis"] | masks["ellipsis"]) >> i & 1 for i in range(len(strides))
+    )
     inner = outer = 0  # the axis before the slice, and after it
     for i, stride in enumerate(strides):
         has = {name: bool(mask >> i & 1) for name, mask in masks.items()}
-        if has["new_axis"]:
-            if not is_forward and outer == axis:
+        here, there = (inner, outer) if is_forward else (outer, inner)
+        length = rank - num_given if has["ellipsis"] else 1
+        is_inside = here <= axis < here + length
+        if has["ellipsis"]:
+            if is_inside:
+                return there + axis - here
+            inner, outer = inner + length, outer + length
+        elif has["new_axis"]:
+            if not is_forward and is_inside:
                 return None
             outer += 1
-            continue
-        if has["shrink_axis"]:
-            if is_forward and inner == axis:
+        elif has["shrink_axis"]:
+            if is_forward and is_inside:
                 return None
             inner += 1
-            continue
-        if axis == (inner if is_forward else outer):
-            is_all = has["begin"] and has["end"] and stride == 1
-            return (outer if is_forward else inner) if is_all else None
-        inner, outer = inner + 1, outer + 1
+        elif is_inside:
+            is_all = has["begin"] and has["end"]
+            is_long = is_forward and op.outputs[0].shape.rank is not None
+            is_long = is_long and op.outputs[0].shape[there] == op.shape()[here] is not None
+            return there if stride == 1 and (is_all or is_long) else None
+        else:
+            inner, outer = inner + 1, outer + 1
     return outer + axis - inner if is_forward else inner + axis - outer
 
 
@@ -673,7 +767,14 @@ def lists(op: Operation) -> list[Any] | None:
     if not op.graph.bodies or (is_reserved and is_size(op.labels[0]) and not op.graph.is_body):
         return None
     of_kind = _LIST_RULES.get(op.kind)
-    return of_kind(op.labels) if of_kind else None
+    found = of_kind(op.labels) if of_kind else None
+    if op.graph.is_body or not found:
+        return found
+    if isinstance(found[0], ShapeOf):  # which only a list of parts has
+        return None
+    # Outside of loops nothing more is written to a list that is new.
+    is_entry = op.outputs[-1].dtype != tf.variant and found[-1] is NEW_LIST
+    return [*found[:-1], SAME] if is_entry else found
 
 
 def _entry(labels: Any) -> Any:
@@ -722,6 +823,6 @@ _LIST_RULES: dict[str, Callable[[Any], list[Any] | None]] = {
 }
 
 
-@rule("While StatelessWhile If StatelessIf")
+@rule(" ".join(WITH_BODIES))
 def with_bodies(op: Operation) -> list[Any] | None:
     return op.graph.bodies.labels_of(op) if op.graph.bodies else None

@@ -54,7 +54,7 @@ def compiled(
         stage = stages.get(node.name)
         read.update(name for name in node.input if stages.get(_source(name)) != stage)
         (result.graph_def.node if stage is None else members[stage]).append(node)
-    renamed = {f"^{name}": "^stage_{}_of_device_{}".format(*stages[name]) for name in stages}
+    renamed: dict[str, str] = {}
     for stage, nodes in members.items():
         operations = [graph.get_operation_by_name(node.name) for node in nodes]
         name = "stage_{}_of_device_{}".format(*stage)
@@ -102,8 +102,11 @@ def _stages(graph_def: Any, graph: Any, devices: dict[str, int]) -> dict[str, _S
     """Return the stages of nodes that XLA compiles, by their names."""
     stages: dict[str, _Stage] = {}
     numbers: dict[str, int] = collections.defaultdict(int)
+    # TensorFlow would make a stage of which nothing is read but that it has run a NoOp, and look
+    # for a function of that name.
+    awaited = {name[1:] for node in graph_def.node for name in node.input if name[0] == "^"}
     for node in graph_def.node:
-        device = devices.get(node.name)
+        device = None if node.name in awaited else devices.get(node.name)
         is_compiled = device is not None and _is_compiled(graph.get_operation_by_name(node.name))
         for source in map(_source, node.input):
             is_left = source in stages and not (is_compiled and stages[source][1] == device)

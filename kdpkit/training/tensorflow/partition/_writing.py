@@ -14,6 +14,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import add_function
 from kdpkit.training.tensorflow.partition import _rules
 from kdpkit.training.tensorflow.partition._exchanges import Exchanges
+from kdpkit.training.tensorflow.partition._inference import LENGTH
 from kdpkit.training.tensorflow.partition._labels import (
     PARTIAL,
     SAME,
@@ -112,7 +113,7 @@ class Writer:
         labels = [self.graph.of(x) for x in op.outputs]
         if op.type in _SIZES and any(isinstance(self.graph.of(x), Split) for x in op.inputs):
             self._write_sizes(op)
-        elif any(map(is_divided, labels)) or op.name in self._loops:
+        elif any(map(is_divided, labels)) or op.name in self._loops or self._has_lists(op):
             self._write_divided(op, labels)
         else:
             place = self._place(op)
@@ -120,6 +121,10 @@ class Writer:
             if place == self.home:
                 self.of_devices[name] = 0
             self._wholes.update((x.name, f"{name}:{x.value_index}") for x in op.outputs)
+
+    def _has_lists(self, op: tf.Operation) -> bool:
+        """Return whether an operation reads a list of a device's own."""
+        return any(is_list(self.graph.of(x)) for x in op.inputs)
 
     def _place(self, op: tf.Operation) -> str:
         """Return where what is not divided is computed: where the user, or its variable, is."""
@@ -160,7 +165,7 @@ class Writer:
         if is_list(label) or (is_linear and label is PARTIAL):
             return self._parts[x.name][i]
         if index in _rules.SHAPES.get(op.type, ()):
-            axis = _rules.axis_of_shape(op.type, labels)
+            axis = _rules.axis_of_shape(op.type, self.graph.of(op.inputs[0]), labels)
             if axis is None or x.shape.rank == 0:  # -1 is any shape
                 return self._copy_of(x, i)
             return self._shape_of_part(x, axis, i)
@@ -228,6 +233,7 @@ class Writer:
         return self._exchanges.gathered(whole, x, axis, lengths)
 
     def _may_borrow(self, i: int) -> bool:
+        """Return whether a device may have no example of its own: only the first always has."""
         return bool(i) or not self._is_first_process
 
     def _unborrowed(self, part: str, x: tf.Tensor, axis: int, i: int) -> str:
@@ -240,7 +246,11 @@ class Writer:
         return self._sliced(f"{name}/unborrowed", part, x, begin, size, self.devices[i])
 
     def _scaled(self, part: str, x: tf.Tensor, number: str, i: int) -> str:
-        """Return a device's term of a sum: by its share of the examples, or zero if it has none."""
+        """Return a device's term of a sum, times one of its numbers.
+
+        `SHARES`, its part of all examples, makes a mean a term; `HAS_EXAMPLES`, one or zero, leaves
+        out what was computed of a borrowed example.
+        """
         device, dtype = self.devices[i], x.dtype
         factor = self.nodes.cast(number.format(i), tf.float64, dtype, device)
         # Of a borrowed example the term may be no number.
@@ -314,9 +324,9 @@ class Writer:
         """Return how many entries each example has along an axis."""
         length = None if x.shape.rank is None else x.shape[axis]
         if length is not None and not self._inferred.is_assumed:
-            return self.nodes.constant(length // self._inferred.length)
+            return self.nodes.constant(length // LENGTH)
         entries = self.nodes.entry(self.nodes.shape(tensor, x.dtype), axis)
-        return self.nodes.once("FloorDiv", [entries, num_examples], T=tf.int32)
+        return self.nodes.quotient(entries, num_examples)
 
     def _draw(self, op: tf.Operation, name: str, inputs: Sequence[str], i: int) -> str:
         """Draw a device's numbers bit by bit as one device draws them, by their position.
@@ -330,6 +340,7 @@ class Writer:
         count = nodes.num_entries(nodes.cast(shape, op.inputs[0].dtype, tf.int32))
         whole_shape = nodes.cast(self._whole(op.inputs[0]), op.inputs[0].dtype, tf.int32)
         total, start = (nodes.cast(n, tf.int32, tf.int64) for n in (TOTAL, STARTS.format(i)))
+        total = int64("Maximum", total, nodes.constant(1, np.int64))
         first = int64("Mul", int64("FloorDiv", nodes.num_entries(whole_shape), total), start)
         blocks = nodes.packed(
             [int64("FloorDiv", first, block), nodes.constant(0, np.int64)], tf.int64
@@ -379,6 +390,8 @@ class Writer:
         for attribute in _FUNCTIONS:
             name = node.attr[attribute].func.name if attribute in node.attr else ""
             if not device or name not in self._functions:
+                continue
+            if self._functions[name].attr["_XlaMustCompile"].b:  # for the device of the call
                 continue
             new_name = f"{name}_on_{device.strip('/').replace(':', '_').replace('/', '_')}"
             node.attr[attribute].func.name = new_name

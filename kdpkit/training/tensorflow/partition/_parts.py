@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 
-class Split(NamedTuple):
+class Parts(NamedTuple):
     """Where the parts of this process' devices begin and end.
 
     Args:
@@ -29,11 +29,11 @@ class Split(NamedTuple):
     size: Any
 
 
-def split(total: Any, num_parts: int, local: Sequence[int]) -> Split:
+def parts_of(total: Any, num_parts: int, local: Sequence[int]) -> Parts:
     """Split so many examples into parts, of which this process has those in `local`."""
     with tf.device("CPU:0"):
         size, borrowed = -(-total // num_parts), tf.minimum(total, 1)
         starts = [tf.minimum(index * size, total - borrowed) for index in local]
         unborrowed = [tf.clip_by_value(total - index * size, 0, size) for index in local]
         counts = [tf.maximum(count, borrowed) for count in unborrowed]
-    return Split(total, starts, counts, unborrowed, size)
+    return Parts(total, starts, counts, unborrowed, size)
