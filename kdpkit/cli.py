@@ -20,10 +20,10 @@ from kdpkit.launch import _output
 __all__ = ["main"]
 
 _COMMANDS = {  # name: module
-    "doctor": "diagnostics._doctor",
-    "env": "diagnostics._env",
+    "doctor": "diagnostics._doctor.command",
+    "env": "diagnostics._env.command",
     "launch": "launch._command",
-    "plan": "diagnostics._plan",
+    "plan": "diagnostics._plan.command",
     "recipe": "_recipe_command",
 }
 

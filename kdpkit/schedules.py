@@ -227,14 +227,7 @@ def warmup_cosine(
     >>> preview(warmup_cosine(1.0, total_steps=4, warmup_steps=2), 6).round(3).tolist()
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
 
-    Args:
-        peak: The highest rate.
-        total_steps: Length of the schedule in steps, warmup included.
-        warmup_steps: Steps of linear warmup; 0 starts at the peak.
-        end_learning_rate: Rate from step `total_steps` on, at most `peak`.
-
-    Raises:
-        ValueError: A warmup that leaves the decay no step, or a rate out of range.
+    Arguments and errors are those of `warmup_polynomial`.
     """
     peak, end, decay_steps = _checked(peak, end_learning_rate, total_steps, warmup_steps)
     decay = CosineDecay(peak, decay_steps, alpha=end / peak)
@@ -273,8 +266,8 @@ def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = No
     A notebook shows the figure; elsewhere save it: `plot(schedule, 1000).figure.savefig(path)`.
 
     Args:
-        schedule: A schedule, or a number for a constant rate.
-        steps: Number of steps, from step 0; or the steps themselves.
+        schedule: As for `preview`.
+        steps: As for `preview`.
         axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
     """
     rates = preview(schedule, steps)

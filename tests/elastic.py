@@ -215,7 +215,7 @@ def main():
     testing.use_logical_cpus(leg.replicas * leg.model // leg.processes)
     if ON_JAX:
         from kdpkit import cluster, sharding
-        from kdpkit._internal import shards
+        from kdpkit.sharding import _shards as shards
 
         shards.SMALL = 1  # every variable that the devices divide can be sharded
         here = cluster.ClusterConfig.from_environment()

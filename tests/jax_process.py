@@ -28,8 +28,9 @@ import keras
 import numpy as np
 
 from kdpkit import callbacks, experiment, sharding, testing
-from kdpkit._internal import processes, shards
+from kdpkit._internal import processes
 from kdpkit.batches import ArrayBatches
+from kdpkit.sharding import _shards as shards
 from kdpkit.training import replica_exact
 from tests import process_programs
 

@@ -32,11 +32,7 @@ ON_JAX = {
         "tests/training/test_model_parallel_jax.py",
         "tests/training/test_users_arrays.py",
     ],
-    "runs": [
-        "tests/callbacks/test_resume.py",
-        "tests/test_elastic.py",
-        "tests/test_recipes.py",
-    ],
+    "runs": ["tests/callbacks/test_resume.py", "tests/test_elastic.py", "tests/test_recipes.py"],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_without_logits.py",

@@ -11,7 +11,7 @@ import pytest
 from tests.processes import Process, Together, wait_for_file
 from tests.python_without import python_without
 from tools.accelerator import __main__ as command
-from tools.accelerator import ahead, bert, profile, speed
+from tools.accelerator import ahead, bert, speed
 
 REHEARSED = ("correct", "watching", "bert")  # the others do the same with larger models
 EXPLAINED = ("PyTorch is not installed", "no nvidia-smi")
@@ -108,9 +108,3 @@ def test_bytes_of_a_program_are_counted_by_kind_and_as_often_as_a_loop_repeats()
     moved, count = ahead.kinds(PROGRAM)
     assert moved == {"products": 5 * 3 * 64, "sums": 64 + 32}
     assert count == {"products": 5, "sums": 1}
-
-
-def test_kernels_are_told_by_their_names():
-    kinds = {"cudnn_sdpa_sm90_flash_fprop": "attention", "add_convert_fusion.3": "casts"}
-    kinds |= {"custom-call.3 nvjet_hsh_128x256": "products", "loop_multiply_fusion": profile.OTHER}
-    assert {name: profile._kind(name) for name in kinds} == kinds

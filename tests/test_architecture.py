@@ -23,10 +23,9 @@ INTERNAL = {
     "optimizers": KERAS,
     "datasets": TENSORFLOW,
     "processes": KERAS,
-    "shards": KERAS | {"jax"},
     "versions": KERAS,
 }
-MOST_INTERNAL_FILES = 12
+MOST_INTERNAL_FILES = 10
 
 # The parts, from the lowest to the highest: a part imports only what is listed before it. When it
 # is loaded, it may import these frameworks, and these parts besides `errors` and `_internal`.

@@ -17,8 +17,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 
 @pytest.mark.parametrize(
-    ("goal", "met"),
-    [((">=", 2.0), True), ((">=", 2.1), False), (("<=", 1.9), False)],
+    ("goal", "met"), [((">=", 2.0), True), ((">=", 2.1), False), (("<=", 1.9), False)]
 )
 def test_a_goal_is_of_the_ratio_or_of_our_figure_alone(goal, met):
     assert compared("x", "ms", [4.0], [2.0], goal=goal).is_met is met

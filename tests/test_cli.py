@@ -19,7 +19,7 @@ MISTAKES = [
     (["plan"], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
     (["plan", "--memory", "1GiB", "a.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
     (["plan", "--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
-    (["plan", "--memory", "16QB", "a.py:make"], "the bytes of a device. Received: memory='16QB'"),
+    (["plan", "--memory", "16QB", "a.py:make"], "'80GB'. Received: memory='16QB'"),
     (["doctor"], "the following arguments are required: TARGET"),
     (["doctor", "a.py", "--epochs", "3"], "--epochs 3; those of a program come after `--`"),
     (["lint", "train.py"], "`kdpkit doctor TARGET`; in Python `kdpkit.pipelines.lint`"),

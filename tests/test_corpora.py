@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import corpora
-from kdpkit._internal import atomic_files
+from kdpkit._internal import storage
 from tests.processes import run_code
 
 
@@ -248,7 +248,7 @@ def test_without_a_network_one_sentence_names_the_fix(tmp_path):
 def test_text_and_images_are_read_from_object_storage(remote):
     files = {"text.txt": b"one\ntwo\nthree\n", "images.npz": packed(**FEW)}
     for name, content in files.items():
-        with atomic_files.replacing(f"{remote}/{name}") as temporary:
+        with storage.replacing(f"{remote}/{name}") as temporary:
             temporary.write_bytes(content)
     assert corpora.load_text(f"{remote}/text.txt").test == ("three",)
     assert len(corpora.load_images(f"{remote}/images.npz").train.labels) == 2

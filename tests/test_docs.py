@@ -25,6 +25,7 @@ import keras
 import pytest
 
 from kdpkit import cli
+from kdpkit.testing._toys import off_by
 from tests import processes
 from tests.processes import ROOT
 
@@ -123,14 +124,11 @@ def test_the_example_of_the_readme_trains_as_on_one_device():
         exec(code.replace(old, new), names)
         return [weight.numpy() for weight in names["model"].weights]
 
-    def difference(one, other):
-        return max(abs(a - b).max() for a, b in zip(one, other, strict=True))
-
     start = weights("model.fit(x, y", "model.fit(x[:1], y[:1], initial_epoch=3")
     one = weights('"mirrored", devices=cpus', '"one"')
     exact, stock = weights("model.fit", "model.fit"), weights("replica_exact(keras", "(keras")
-    assert difference(one, exact) < 1e-5 * difference(one, start)
-    assert difference(one, stock) > 1e-2 * difference(one, start)  # so that it finds what is wrong
+    assert off_by(exact, one, start) < 1e-5
+    assert off_by(stock, one, start) > 1e-2  # so that it finds what is wrong
 
 
 def test_pages_have_programs_and_no_other_titles():

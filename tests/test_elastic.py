@@ -30,7 +30,7 @@ SCHEDULES = {
 @pytest.fixture(autouse=True)
 def _small_variables_are_cut(monkeypatch):
     if ON_JAX:
-        monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
+        monkeypatch.setattr("kdpkit.sharding._shards.SMALL", 1)
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,11 @@ def test_a_given_global_batch_is_that_of_its_replicas_whatever_number_trains(siz
 # Results
 
 
-def strict(text):
+def strict(content):
     def fail(constant):
         raise ValueError(f"{constant} is not JSON")
 
-    return json.loads(text, parse_constant=fail)
+    return json.loads(content, parse_constant=fail)
 
 
 def trained(flags, *, epochs=2):
@@ -138,7 +138,7 @@ def trained(flags, *, epochs=2):
 
     def note(*_):
         if args.results:
-            written.append(strict(args.results.read_text()))
+            written.append(strict(args.results.read_bytes()))
 
     record = experiment.Recorder(args, model, mirrored, plan, tokens_per_example=5)
     record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
@@ -169,7 +169,7 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
     }
     assert {name: results[name] for name in expected} == expected
     assert math.isnan(results["test"].pop("worst"))
-    assert strict(file.read_text()) == {**results, "test": {"loss": 0.5, "worst": None}}
+    assert strict(file.read_bytes()) == {**results, "test": {"loss": 0.5, "worst": None}}
 
 
 def test_the_model_is_saved_beside_the_logs_when_it_is_trained(tmp_path):

@@ -33,13 +33,7 @@ def test_batches_are_split_as_the_real_strategy_splits_them(replicas, global_bat
         assert sizes == tuple(map(len, parts))
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 16),
-    st.integers(1, 300),
-    st.integers(1, 3),
-    st.booleans(),
-)
+@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 300), st.integers(1, 3), st.booleans())
 def test_a_plan_counts_what_a_run_would_do(replicas, per_replica, examples, epochs, drop_remainder):
     plan = plan_with(replicas=replicas, per_replica_batch_size=per_replica)
     size = replicas * per_replica

@@ -28,7 +28,7 @@ def test_a_mesh_takes_all_devices_a_number_or_a_choice_of_them():
 @pytest.mark.parametrize(
     ("devices", "sentence"),
     [
-        (9, r"JAX has 8 cpu device\(s\).*devices=9.*device_count=9"),
+        (9, r"JAX has 8 cpu device\(s\).*devices=9.*use_logical_cpus"),
         ([jax.devices()[0]] * 2, "each once"),
         ([0, 1], r"devices of `jax.devices\(\)`.*\[0, 1\]"),
     ],

@@ -80,8 +80,7 @@ def test_a_process_that_would_train_a_copy_raises(kind, monkeypatch):
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        ValueError,
-        match=r"Open MPI started.*process=1, processes=2.*unset .*OMPI_COMM_WORLD_RANK",
+        ValueError, match=r"Open MPI started.*process=1, processes=2.*unset .*OMPI_COMM_WORLD_RANK"
     ):
         strategies.select_strategy(kind)
 

@@ -3,15 +3,12 @@
 import itertools
 import time
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import find, given, settings
-from keras import ops
 
 from kdpkit.testing import generators, laws
-from kdpkit.training import replica_exact
 
 pytestmark = pytest.mark.tensorflow
 
@@ -146,25 +143,6 @@ def test_held_out_examples_of_any_kind_are_changed(held_out):
 def test_several_lost_examples_are_named_in_words():
     with pytest.raises(AssertionError, match="examples 0 and 1 are lost and example 2 is read"):
         laws.every_example_once(iter([2, 2]), examples=3)
-
-
-def mean_of_batch(y, predictions):
-    return ops.mean(ops.square(y - predictions))
-
-
-@pytest.mark.slow
-def test_training_that_divides_a_loss_by_the_replicas_examples_is_found():
-    def build(*, exact=False):
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model = replica_exact(model) if exact else model
-        model.compile(keras.optimizers.SGD(0.1), mean_of_batch)
-        return model
-
-    random = np.random.default_rng(0)
-    data = random.normal(size=(3, 4)), random.normal(size=(3, 1))
-    laws.same_training_for_any_replicas(lambda: build(exact=True), data, replicas=2)
-    with pytest.raises(AssertionError):
-        laws.same_training_for_any_replicas(build, data, replicas=2)
 
 
 def test_tf_data_that_shuffles_before_its_cache_is_found():

@@ -24,11 +24,7 @@ def bus(directory, *devices):
 
 @pytest.mark.parametrize(
     ("devices", "chips"),
-    [
-        ([], 0),
-        ([DISK, NETWORK_CARD], 0),
-        ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8),
-    ],
+    [([], 0), ([DISK, NETWORK_CARD], 0), ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8)],
 )
 def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, devices, chips):
     assert machine.chips(bus(tmp_path / "devices", *devices)) == chips
@@ -43,7 +39,7 @@ CONNECT = """
 import sys, tensorflow as tf
 from kdpkit.strategies._tpu import connect_tpu
 server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
-for name in (server.target, *sys.argv[1:], None):
+for name in (server.target, *sys.argv[1:], "local"):
     try: connect_tpu(name)
     except ValueError as error: print(error)
 """

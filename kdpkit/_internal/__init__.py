@@ -26,9 +26,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callab
             except ModuleNotFoundError as error:
                 if error.name not in ("tensorflow", "jax"):
                     raise
+                from kdpkit import errors
                 from kdpkit._internal import checks
 
-                raise checks.missing_framework(f"{package}.{name}", error.name) from error
+                raise errors.PackageInputError(
+                    f"`{package}.{name}` needs `{error.name}` (KERAS_BACKEND={error.name}), which "
+                    f"is not installed. Run `{checks.install_command(error.name)}`."
+                ) from error
             return module if homes[name] == name else getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

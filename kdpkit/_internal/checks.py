@@ -24,6 +24,8 @@ _LONGEST = 400  # characters of a value that a message shows
 _MOST_LISTED = 8  # names
 _LONGEST_REASON = 300  # characters
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
+
 # What `first_line` removes: TensorFlow's names of nodes and operations, Keras' bold letters, and
 # the arguments that it lists.
 _DETAILS = re.compile(
@@ -104,6 +106,18 @@ def number(
     return real
 
 
+def size_in_bytes(name: str, value: object) -> int:
+    """Accept a number of bytes, or a text such as "16GiB"."""
+    if not isinstance(value, str):
+        return integer(name, value)
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        fail(f"`{name}` must be a number of bytes, or as '16GiB', '80GB'.", **{name: value})
+    number, unit, is_binary = match.groups()
+    base = 1024 if is_binary else 1000
+    return integer(name, int(float(number) * base ** (1 + "KMGT".index(unit))))
+
+
 def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
     choices = tuple(choices)
     if value not in choices:
@@ -142,14 +156,6 @@ def install_command(extra: str) -> str:
     if repository := origin.get("vcs_info"):
         address = f"{repository['vcs']}+{address}@{repository['commit_id']}"
     return f'pip install "kdpkit[{extra}]{f" @ {address}" if address else ""}"'
-
-
-def missing_framework(part: str, framework: str) -> errors.PackageInputError:
-    """Return the error for a part that needs TensorFlow or JAX, which is not installed."""
-    return errors.PackageInputError(
-        f"`{part}` needs `{framework}` (KERAS_BACKEND={framework}), which is not installed. Run "
-        f"`{install_command(framework)}`."
-    )
 
 
 def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ process; so the chips are looked up first, as JAX does, among the devices on the
 import os
 from pathlib import Path
 
+from kdpkit import errors
+
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # also the vendor of the network cards of Google's virtual machines
 # From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
@@ -17,26 +19,38 @@ NO_TPU = (
 )
 
 
-def reserve(devices: int) -> None:
-    """Let XLA start two threads for each CPU device, where the machine has fewer cores than that.
+def split_cpu(devices: int, backend: str) -> None:
+    """Split the CPU into logical devices, before the backend's runtime starts.
 
-    XLA runs the programs of all CPU devices, and launches the next ones, on one pool of as many
-    threads as there are cores. Once a device has 32 programs waiting, a launch blocks its thread.
-    If the other threads are in an all-reduce, one of its devices then lacks a thread, and XLA ends
-    the process after 40 seconds ("only 1 of 2 threads arrived"). With two threads each, a device
-    can launch one program and run another.
-
-    Call it before JAX starts. `PJRT_NPROC` stays as it is where it is set.
+    TensorFlow raises where it has started with fewer; JAX then keeps what it has, and the number in
+    XLA_FLAGS counts that was added last.
     """
-    if cores() < 2 * devices:
-        os.environ.setdefault("PJRT_NPROC", str(2 * devices))
+    if backend == "jax":
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        # XLA runs the programs of all CPU devices, and launches the next ones, on one pool of as
+        # many threads as there are cores. Once a device has 32 programs waiting, a launch blocks
+        # its thread. If the other threads are in an all-reduce, one of its devices then lacks a
+        # thread, and XLA ends the process after 40 seconds ("only 1 of 2 threads arrived"). With
+        # two threads each, a device can launch one program and run another.
+        if cores() < 2 * devices:
+            os.environ.setdefault("PJRT_NPROC", str(2 * devices))
+        return
+    import tensorflow as tf
 
-
-def split_for_jax(devices: int) -> None:
-    """Let XLA split the CPU into devices, with enough threads, before JAX starts."""
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    reserve(devices)
+    cpu, *_ = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * devices
+        )
+    except RuntimeError:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present < devices:
+            raise errors.InputError(
+                f"TensorFlow has already started, with {present} logical CPU device(s), and cannot "
+                f"split them any more. Received: count={devices}. Split the CPU first: before any "
+                "tensor, variable, model or `adapt()`."
+            ) from None
 
 
 def cores() -> int:

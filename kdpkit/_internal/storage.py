@@ -1,4 +1,4 @@
-"""Paths of this machine and of object storage, with the same few methods.
+"""Paths of this machine and of object storage, and files that are written there atomically.
 
 `path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`, which
 fsspec reads and writes, with the package that it names for the scheme (gcsfs, s3fs, ...).
@@ -9,6 +9,8 @@ import os
 import pathlib
 import posixpath
 import re
+import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import Any, Self, TypeAlias
 
@@ -56,9 +58,6 @@ class RemotePath(pathlib.PurePosixPath):
 
     def read_bytes(self) -> bytes:
         return self.call("cat_file")
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self.read_bytes().decode(encoding)
 
     def upload(self, file: pathlib.Path) -> None:
         """Upload a file of this machine, which object storage does atomically."""
@@ -136,4 +135,59 @@ def _system(path: RemotePath) -> Any:
             path=str(path),
             remedy=f"For Google's storage run `{checks.install_command('storage')}` (fsspec and "
             "gcsfs), for others fsspec and its package (s3fs for s3://); or check the spelling.",
+        )
+
+
+@contextlib.contextmanager
+def replacing(name: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yield a temporary file, which replaces the one of this name unless the block raises.
+
+    Its readers and other writers see the old file or the new one, never a part. The temporary file
+    has the same suffix. Missing directories are created. For a remote one it is a file of this
+    machine, which is then uploaded.
+    """
+    target = path(name)
+    if isinstance(target, RemotePath):
+        with tempfile.TemporaryDirectory() as directory:
+            temporary = pathlib.Path(directory) / target.name
+            yield temporary
+            target.upload(temporary)
+        return
+    final = pathlib.Path(os.path.realpath(target))  # of a link, the target is replaced
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.stem}-{uuid.uuid4().hex}{final.suffix}")
+    try:
+        yield temporary
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def fetched(name: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yield a file of this machine: the one of this name, or a temporary copy if it is remote."""
+    source = path(name)
+    if isinstance(source, pathlib.Path):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy = pathlib.Path(directory) / source.name
+        source.call("get_file", str(copy))
+        yield copy
+
+
+def make_writable(directory: AnyPath) -> None:
+    """Create a directory if it is missing; raise before a long run if no files can be written."""
+    trial = directory / ".kdpkit-trial"
+    try:
+        with replacing(trial) as file:
+            file.touch()
+        trial.unlink(missing_ok=True)
+    except errors.InputError:
+        raise
+    except OSError as error:
+        checks.fail_for_file(
+            f"The directory cannot be made and written ({error.strerror})",
+            directory,
+            remedy="Choose a directory, not a file, where you may write.",
         )

@@ -25,35 +25,19 @@ KERAS = _numbers(keras.__version__)
 def reject_unknown(name: str, **versions: str) -> NoReturn:
     """Raise for a Keras, or what is below it, with internals that no tested version has."""
     checks.fail(
-        f"`replica_exact` works inside Keras 3.13 to 3.16, and in this version `{name}` differs. "
-        "Install one of these, or update kdpkit.",
+        f"kdpkit needs `{name}` as Keras 3.13 to 3.16 have it, and this version differs. Install "
+        "one of these, or update kdpkit.",
         keras=keras.__version__,
         **versions,
     )
 
 
-def check_processes_are_supported() -> None:
-    """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
+def require_newer(sentence: str, *, least_keras: tuple[int, int] = (0, 0)) -> None:
+    """Raise a sentence for a JAX before 0.10, or an older Keras than this."""
     import jax
 
-    if _numbers(jax.__version__) < (0, 10) or KERAS < (3, 15):
-        checks.fail(
-            "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. Install these, or "
-            "train in one process, which takes all devices of its machine.",
-            jax=jax.__version__,
-            keras=keras.__version__,
-        )
-
-
-def check_memory_can_be_planned() -> None:
-    """Raise for a JAX that cannot schedule for memory on CPUs, as it does on accelerators."""
-    import jax
-
-    if _numbers(jax.__version__) < (0, 10):
-        checks.fail(
-            "Planning memory on a CPU needs JAX 0.10 or later. Install it, or plan on the device.",
-            jax=jax.__version__,
-        )
+    if _numbers(jax.__version__) < (0, 10) or least_keras > KERAS:
+        checks.fail(sentence, jax=jax.__version__, keras=keras.__version__)
 
 
 def let_gloo_listen_at(host: str) -> None:

@@ -235,27 +235,32 @@ def _first_example(source: Source) -> Batch:
 def _kinds_of(batch: Batch) -> dict[str, Any]:
     """Return the shape and type of an example by the name of each part; raise if it has none."""
     kinds = {}
-    parts = zip(
-        ("x", "y", "sample_weight"), keras.utils.unpack_x_y_sample_weight(batch), strict=True
-    )
-    for part, nest in parts:
-        for path, leaf in keras.tree.flatten_with_path(nest):
-            if leaf is None:
-                continue
-            name, kind = ".".join([part, *map(str, path)]), leaf.dtype.kind
-            is_text = kind in "SU" or (
-                kind == "O" and leaf.size and all(isinstance(x, str | bytes) for x in leaf.flat)
+    for name, leaf in named_leaves(keras.utils.unpack_x_y_sample_weight(batch)):
+        kind = leaf.dtype.kind
+        is_text = kind in "SU" or (
+            kind == "O" and leaf.size and all(isinstance(x, str | bytes) for x in leaf.flat)
+        )
+        if not (kind in "biufcV" or (is_text and keras.backend.backend() == "tensorflow")):
+            checks.fail(
+                "The data have a part that is no array of numbers of one shape.",
+                part=name,
+                example=np.ravel(leaf)[:1].tolist(),
+                remedy="Look text up as numbers (on TensorFlow layers take it as it is), pad, cut "
+                "or resize what differs in shape, and flatten what is nested.",
             )
-            if not (kind in "biufcV" or (is_text and keras.backend.backend() == "tensorflow")):
-                checks.fail(
-                    "The data have a part that is no array of numbers of one shape.",
-                    part=name,
-                    example=np.ravel(leaf)[:1].tolist(),
-                    remedy="Look text up as numbers (on TensorFlow layers take it as it is), pad, "
-                    "cut or resize what differs in shape, and flatten what is nested.",
-                )
-            kinds[name] = leaf.shape[1:], kind
+        kinds[name] = leaf.shape[1:], kind
     return kinds
+
+
+def named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Return the arrays of a batch, or their specifications, with names such as `x['ids']`."""
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    names = ("x", "y", "sample_weight", *map(str, range(len(batch))))
+    return [
+        (names[path[0]] + "".join(f"[{key!r}]" for key in path[1:]), leaf)
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if leaf is not None and type(leaf).__name__ != "NoneTensorSpec"  # of `tf.data`
+    ]
 
 
 def _as_batch(data: Batch) -> Batch:

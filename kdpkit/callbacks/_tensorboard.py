@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdpkit._internal import atomic_files, checks, processes, storage
+from kdpkit._internal import checks, processes, storage
 from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import AppliedRateCallback
 
@@ -65,7 +65,7 @@ class TensorBoard(AppliedRateCallback):
         path = storage.path(log_dir)
         self.log_dir = self._local_dir = os.fspath(path)
         if processes.index() == 0:
-            atomic_files.make_writable(path)  # so that errors come before data are prepared
+            storage.make_writable(path)  # so that errors come before data are prepared
             if isinstance(path, storage.RemotePath):
                 self._local_dir = tempfile.mkdtemp()  # whose files are copied to `log_dir`
                 weakref.finalize(self, shutil.rmtree, self._local_dir, ignore_errors=True)

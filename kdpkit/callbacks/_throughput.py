@@ -22,8 +22,6 @@ class Throughput(keras.callbacks.Callback):
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
     - `examples_per_second`: that times `global_batch_size`.
     - `tokens_per_second`: that times `tokens_per_example`.
-    - `mfu`: `step_flops` of the steps in a second, as a share of `peak_flops`, from 0 to 1 (model
-      FLOPs utilization, Chowdhery et al. 2022).
 
     A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
     one batch; of a dataset of unknown size, by less than an execution. A first epoch with a single
@@ -33,15 +31,9 @@ class Throughput(keras.callbacks.Callback):
     Args:
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
-        step_flops: Floating-point operations of a step on the global batch that the model needs,
-            forward and backward: of a transformer about 6 for each weight and token. What is
-            computed again to save memory does not count.
-        peak_flops: Those that all devices together can make in a second, by their data sheet, such
-            as `8 * 989e12` of eight H100 with bfloat16.
 
     Raises:
-        ValueError: A size that is not positive, tokens without a batch size, or one of `step_flops`
-            and `peak_flops` without the other.
+        ValueError: A size that is not positive, or tokens without a batch size.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -57,24 +49,15 @@ class Throughput(keras.callbacks.Callback):
     async_safe = True
 
     def __init__(
-        self,
-        global_batch_size: int | None = None,
-        *,
-        tokens_per_example: float | None = None,
-        step_flops: float | None = None,
-        peak_flops: float | None = None,
+        self, global_batch_size: int | None = None, *, tokens_per_example: float | None = None
     ) -> None:
         super().__init__()
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
-        self.step_flops, self.peak_flops = step_flops, peak_flops
         if tokens_per_example is not None:
             checks.number("tokens_per_example", tokens_per_example, above=0)
         if global_batch_size is not None or tokens_per_example is not None:
             checks.integer("global_batch_size", global_batch_size)
-        if step_flops is not None or peak_flops is not None:
-            for name in ("step_flops", "peak_flops"):
-                checks.number(name, getattr(self, name), above=0)
         self._compiled = False
         self._start: tuple[int, float] | None = None  # the first measured batch, and the time
         # The batches done after each of the last executions, and the time. Threads may append them
@@ -110,5 +93,3 @@ class Throughput(keras.callbacks.Callback):
             logs["examples_per_second"] = rate * self.global_batch_size
             if self.tokens_per_example is not None:
                 logs["tokens_per_second"] = logs["examples_per_second"] * self.tokens_per_example
-        if self.step_flops and self.peak_flops:
-            logs["mfu"] = rate * self.step_flops / self.peak_flops

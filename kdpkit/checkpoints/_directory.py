@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import atomic_files, checks, processes, storage
+from kdpkit._internal import checks, processes, storage
 
 _FORMAT = 2  # of a state's file and of what `Resume` notes in it: one more with each change
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
@@ -125,7 +125,7 @@ class CheckpointDirectory:
         position = dataclasses.asdict(state.position)
         path = self.directory / "state-{epoch:06}-{step:09}.npz".format(**position)
         arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
-        with atomic_files.replacing(path) as temporary:
+        with storage.replacing(path) as temporary:
             _write(temporary, {**position, "notes": state.notes}, arrays)
         paths = self.paths()
         newest = paths.index(path)
@@ -200,7 +200,7 @@ class CheckpointDirectory:
         """
         try:
             if isinstance(self.directory, storage.RemotePath):
-                atomic_files.make_writable(self.directory)
+                storage.make_writable(self.directory)
                 return
             self.directory.mkdir(parents=True, exist_ok=True)
             is_locked = _lock(os.path.realpath(self._lock))
@@ -266,7 +266,7 @@ def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.nda
 
 def _read(path: storage.AnyPath) -> TrainingState:
     with contextlib.ExitStack() as stack:
-        local = stack.enter_context(atomic_files.fetched(path))
+        local = stack.enter_context(storage.fetched(path))
         if not local.is_file():  # reading a pipe would wait for a writer
             raise OSError("it is not a file")
         raw = stack.enter_context(local.open("rb"))  # `np.load` leaves a damaged file open

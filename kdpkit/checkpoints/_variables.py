@@ -44,9 +44,9 @@ def _read(variable: keras.Variable) -> np.ndarray:
         # On a CPU this copies nothing, and is safe: both backends copy memory that NumPy shares
         # before they write into it, also in steps that reuse the buffers of their state.
         if keras.backend.backend() == "jax":
-            from kdpkit._internal import shards
+            from kdpkit.sharding._shards import gather_to_host
 
-            return shards.gather_to_host(value)
+            return gather_to_host(value)
         return np.asarray(value)
 
 

@@ -63,7 +63,12 @@ def join_processes(
     index, count = config.index, config.process_count
     heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
     start_timeout = checks.integer("start_timeout_seconds", start_timeout_seconds)
-    versions.check_processes_are_supported()
+    # Older ones mix up what processes send each other, or their data.
+    versions.require_newer(
+        "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. Install these, or train "
+        "in one process, which takes all devices of its machine.",
+        least_keras=(3, 15),
+    )
     import jax
 
     if jax.distributed.is_initialized():

@@ -31,19 +31,12 @@ _FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # in SLURM's lis
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """A launcher or a format of variables that describes a cluster.
+    """A launcher or a format of variables that describes a cluster."""
 
-    Args:
-        name: Its name in messages.
-        marks: Variables that are all set where it started this process; no other sets them all.
-        read: Reads the cluster from the environment.
-        is_set: `any` if one of `marks` is enough.
-    """
-
-    name: str
-    marks: tuple[str, ...]
+    name: str  # in messages
+    marks: tuple[str, ...]  # variables that it sets, and no other sets all of them
     read: Callable[[Environ], Arguments]
-    is_set: Callable[..., bool] = all
+    is_set: Callable[..., bool] = all  # `any` if one of `marks` is enough
 
     def started(self, environ: Environ) -> bool:
         """Return whether it started this process."""
@@ -115,12 +108,8 @@ def _numbering(
 ) -> Launcher:
     """Return a launcher that numbers the processes, and knows the first one's address at most.
 
-    Args:
-        name: Name of the launcher.
-        marks: Variables that it sets; the last two have the index of this process, from 0, and the
-            number of all.
-        first: Returns the address of the first process, or None.
-        local_count: The variable that has the number of processes on this machine, if there is one.
+    The last two of its variables have the index of this process, from 0, and the number of all;
+    `local_count` is the one that has the number on this machine, if there is one.
     """
 
     def read(environ: Environ) -> Arguments:

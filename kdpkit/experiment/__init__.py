@@ -27,7 +27,7 @@ A recipe looks like this:
 from typing import TYPE_CHECKING
 
 from kdpkit._internal import lazy_names
-from kdpkit._internal.atomic_files import replacing as writing
+from kdpkit._internal.storage import replacing as writing
 from kdpkit.experiment._flags import argument_parser, positive_integer, writable_directory
 from kdpkit.experiment._program import run, start
 from kdpkit.experiment._strategy import plan_from, strategy_from

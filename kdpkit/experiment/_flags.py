@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kdpkit import errors, scaling
-from kdpkit._internal import atomic_files, storage
+from kdpkit._internal import storage
 
 _CORPORA = ("builtin", "mnist", "fashion_mnist")  # the names that `kdpkit.corpora` knows
 _STRATEGIES = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
@@ -139,7 +139,7 @@ def writable_directory(text: str) -> storage.AnyPath:
     """Parse a directory, which is created and tried, for `add_argument(type=...)`."""
     directory = _path(text)
     try:
-        atomic_files.make_writable(directory)
+        storage.make_writable(directory)
     except errors.InputError as error:
         raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error
     return directory

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from kdpkit import callbacks, scaling
-from kdpkit._internal import atomic_files, processes
+from kdpkit._internal import processes, storage
 from kdpkit.experiment import _first_steps, _strategy
 
 # What callbacks add, as the line of an epoch has it, in which one speed is enough.
@@ -156,7 +156,7 @@ class Recorder(keras.callbacks.Callback):
         text = json.dumps(results, default=lambda value: np.asarray(value).tolist())
         if self._args.results is not None and processes.index() == 0:
             finite = json.loads(text, parse_constant=lambda _: None)
-            with atomic_files.replacing(self._args.results) as temporary:
+            with storage.replacing(self._args.results) as temporary:
                 temporary.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
         return dict(json.loads(text))
 
@@ -183,7 +183,7 @@ def _save(model: keras.Model, path: os.PathLike[str]) -> None:
             stack.enter_context(sharding.gathered_on_read(model))
         if processes.index() > 0:
             path = Path(stack.enter_context(tempfile.TemporaryDirectory()), Path(path).name)
-        model.save(stack.enter_context(atomic_files.replacing(path)))
+        model.save(stack.enter_context(storage.replacing(path)))
 
 
 def versions() -> dict[str, str]:

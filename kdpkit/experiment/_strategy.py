@@ -1,9 +1,6 @@
 """The strategy and the batch sizes for a recipe's flags."""
 
 import argparse
-import contextlib
-import os
-import re
 from typing import Any, TypeAlias
 
 import kdpkit
@@ -100,12 +97,11 @@ def _on_tensorflow(kind: str, replicas: int | None, args: argparse.Namespace) ->
     gpus, (cpu, *_) = map(tf.config.list_physical_devices, ("GPU", "CPU"))
     logical_cpus = tf.config.get_logical_device_configuration(cpu) or [cpu]
     if kind == "mirrored" and max(len(gpus), len(logical_cpus)) < replicas:
-        strategies.split_device("CPU", replicas)
+        machine.split_cpu(replicas, "tensorflow")
     return strategies.select_strategy(kind, devices=replicas)
 
 
 def _on_jax(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
-    import jax
     import keras
 
     from kdpkit import sharding
@@ -118,11 +114,8 @@ def _on_jax(kind: str, replicas: int | None, args: argparse.Namespace) -> Strate
         replicas = 1
     model = getattr(args, "model_parallel", 1)
     devices = replicas and replicas * model
-    forced = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if devices and not forced:
-        with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
-            jax.config.update("jax_num_cpu_devices", devices)
-    machine.reserve(int(forced[1]) if forced else jax.config.jax_num_cpu_devices)
+    if devices:
+        machine.split_cpu(devices, "jax")
     # The lines below start JAX, whose devices are fixed then.
     _joining.require_joined("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     if kind == "tpu":

@@ -28,7 +28,7 @@ class Child:
     """A process, what it writes, and how it ended.
 
     Args:
-        command: The words of its command.
+        command: Its words.
         environment: All its variables.
         mark: Text by which it is found; it ends with ";".
         on_bytes: Called in a thread with bytes that it wrote and "stdout" or "stderr"; at the end
@@ -95,10 +95,6 @@ class Guard:
     """A context that ends all processes with a mark, even if this process is killed in it.
 
     It does nothing once `all_ended` was called. Leaving the block waits for the guard.
-
-    Args:
-        mark: The beginning of every child's mark.
-        grace_seconds: Time between SIGTERM and SIGKILL.
     """
 
     def __init__(self, mark: str, *, grace_seconds: float) -> None:

@@ -24,10 +24,7 @@ def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     parallel or ahead of time counts as far as the consumer waits for it. Combined datasets (`zip`),
     opened files (`interleave`) and everything before them are one stage, and so is a
     `train_pipeline`. A stage after a `shuffle` whose buffer fills too slowly is not measured.
-
-    Args:
-        dataset: The dataset for `fit`, with one element at least.
-        seconds: Total time to measure; longer if three elements of each stage take longer.
+    Measuring takes about the given seconds, or longer if three elements of each stage do.
     """
     measured: list[tuple[Stage, int]] = []  # a stage, and its elements in one batch
     end = Stage(dataset)

@@ -72,19 +72,12 @@ _LIBRARIES = ("kdpkit", "keras", "tensorflow", "datasets", "tensorflow_datasets"
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function that a stage calls.
+    """A function that a stage calls."""
 
-    Attributes:
-        call: The function that the user passed; None if unknown.
-        ops: The names of its operations, including those in nested datasets and functions.
-        captures_datasets: Whether it uses datasets that were made outside of it.
-        has_unseeded_order: Whether it makes a dataset of random order without a seed.
-    """
-
-    call: Callable[..., Any] | None
-    ops: frozenset[str]
-    captures_datasets: bool
-    has_unseeded_order: bool
+    call: Callable[..., Any] | None  # that the user passed; None if unknown
+    ops: frozenset[str]  # names of operations, also in nested datasets and functions
+    captures_datasets: bool  # that were made outside of it
+    has_unseeded_order: bool  # whether it makes a dataset of random order without a seed
 
     @property
     def name(self) -> str:
@@ -127,12 +120,10 @@ def require_dataset(name: str, value: Any) -> None:
 
 
 class Stage:
-    """One stage of a pipeline.
+    """One stage of a pipeline, the last of its dataset, for which nothing is run.
 
-    Args:
-        dataset: The dataset of the stage, for which nothing is run.
-        is_hidden: Whether the user did not write the stage, or it only has options; `line`, `paths`
-            and `before` leave it out.
+    It `is_hidden` if the user did not write it, or it only has options: `line`, `paths` and
+    `before` leave it out.
     """
 
     def __init__(self, dataset: tf.data.Dataset, *, is_hidden: bool = False) -> None:

@@ -8,12 +8,7 @@ than a device.
 """
 
 from kdpkit.cluster._joining import join_processes
-from kdpkit.sharding._distributions import (
-    DataParallel,
-    ModelParallel,
-    describe,
-    gathered_on_read,
-)
+from kdpkit.sharding._distributions import DataParallel, ModelParallel, describe, gathered_on_read
 from kdpkit.sharding._meshes import describe_choice, tpu_devices
 
 __all__ = [

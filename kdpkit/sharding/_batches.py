@@ -6,8 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdpkit._internal import checks, shards
+from kdpkit._internal import checks
 from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding import _shards as shards
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -19,11 +20,6 @@ def by_examples(mesh: Mesh) -> NamedSharding:
     """Return the sharding that divides an array along its first axis, the examples.
 
     The devices must divide their number. Devices that share a model have the same examples.
-
-    >>> from kdpkit.sharding._meshes import data_mesh
-    >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
-    >>> [shard.data.shape for shard in x.addressable_shards]
-    [(2,), (2,)]
     """
     return NamedSharding(mesh, PartitionSpec(shards.batch_axis(mesh)))
 

@@ -9,8 +9,9 @@ import jax
 import keras
 from jax.sharding import Mesh, PartitionSpec
 
-from kdpkit._internal import checks, shards
+from kdpkit._internal import checks
 from kdpkit.sharding import _layouts
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._layouts import describe as describe
 from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh, made
 
@@ -242,7 +243,7 @@ def _device_mesh(devices: Sequence[jax.Device], axes: dict[str, int]) -> Any:
 def _shards(shard: str, mesh: Mesh) -> shards.Shards:
     checks.one_of("shard", shard, shards.KINDS)
     if shard != "none":
-        shards.let_keras_shard()
+        shards.patch(shards.SHARDING)
     return shards.Shards(shard, mesh)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from kdpkit import errors
-from kdpkit._internal import checks, machine, shards
+from kdpkit._internal import checks, machine
+from kdpkit.sharding import _shards as shards
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 MODEL_AXIS = "model"
@@ -26,21 +27,8 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh of devices that share each batch, with one axis, `"batch"`.
 
     The axis has the type `Auto`: XLA decides how the devices divide what a program computes.
-    `jax.make_mesh` makes `Explicit` axes by default, with which Keras' Dropout raises.
-
-    Logical CPU devices need two threads each, or XLA can hang. `kdpkit.testing.use_logical_cpus`
-    and the recipes' `--replicas` set that; if you set XLA_FLAGS by hand, also set PJRT_NPROC.
-
-    Args:
-        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
-            all devices of all processes.
-
-    Raises:
-        ValueError: More devices than available, none, or one twice.
-
-    >>> mesh = data_mesh(2)
-    >>> mesh.axis_names, mesh.size
-    (('batch',), 2)
+    `jax.make_mesh` makes `Explicit` axes by default, with which Keras' Dropout raises. The devices
+    are as for `DataParallel`.
     """
     _platform()
     present = jax.devices()
@@ -54,9 +42,7 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
             checks.fail(
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
-                remedy="For logical CPU devices set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}, and on fewer than "
-                f"{2 * count} cores PJRT_NPROC={2 * count}, before JAX starts.",
+                remedy=f"Split the CPU first: `kdpkit.testing.use_logical_cpus({count})`.",
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
@@ -67,7 +53,7 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def tpu_devices() -> list[jax.Device]:
-    """Return the TPU cores of all processes that JAX trains on, for `data_mesh`.
+    """Return the TPU cores of all processes that JAX trains on, for `DataParallel`.
 
     If the TPU is not available, JAX continues on the CPU with only a line in its log; this function
     raises with the reason instead.

@@ -1,7 +1,6 @@
 """TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
 
 import functools
-import os
 import warnings
 
 import tensorflow as tf
@@ -14,43 +13,23 @@ _ANSWER_SECONDS = 10.0
 _THROUGH_JAX = "this TPU works through JAX: set KERAS_BACKEND=jax before Keras is imported"
 
 
-def connect_tpu(
-    name: str | None = None,
-) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+@functools.cache
+def connect_tpu(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
 
-    Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same
-    TPU, it returns the same resolver. Call it before anything else that uses TensorFlow. Not proven
-    on a TPU: none was available, and Keras 3's `fit` is reported to fail under `TPUStrategy`
-    (keras-team/keras#19448). Keras' usual way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
-
-    Args:
-        name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
-            name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
-            one that TPU_NAME names, else the local one.
-
-    Raises:
-        ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
-            cannot drive it. The message names the reason and the fix.
-
-    >>> connect_tpu("grpc://localhost:1")
-    Traceback (most recent call last):
-    ...
-    kdpkit.errors.InputError: The TPU's host does not answer (Connection refused). ...
+    Initialising wipes the TPU's memory, so this does it once in a process. The address is `"local"`
+    for the TPU of this machine, as on a TPU virtual machine and on Colab; else the name, or
+    `"grpc://10.0.0.2:8470"`, of one on the network. Not proven on a TPU: none was available, and
+    Keras 3's `fit` is reported to fail under `TPUStrategy` (keras-team/keras#19448).
     """
-    return _initialised(name or os.environ.get("TPU_NAME") or "local")
-
-
-@functools.cache
-def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     if address == "local":
         if not machine.chips():
-            checks.fail(machine.NO_TPU, name=address)
+            checks.fail(machine.NO_TPU, TPU_NAME=address)
         if not tf.config.list_physical_devices("TPU_SYSTEM"):  # what drives them
             checks.fail(
                 "This build of TensorFlow cannot drive this machine's "
                 f"{machine.chips()} TPU chip(s); {_THROUGH_JAX}.",
-                name=address,
+                TPU_NAME=address,
                 remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
             )
     elif address.startswith("grpc://"):
@@ -58,7 +37,7 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
         if problem:
             checks.fail(
                 f"The TPU's host does not answer ({problem}).",
-                name=address,
+                TPU_NAME=address,
                 remedy="Check that the TPU runs, and its address.",
             )
     try:
@@ -74,6 +53,6 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
         ) from error
     warnings.warn(
         f"Training on a TPU through TensorFlow is unproven with Keras 3; {_THROUGH_JAX}.",
-        stacklevel=3,
+        stacklevel=2,
     )
     return resolver

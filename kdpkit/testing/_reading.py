@@ -24,7 +24,7 @@ def read_shards(
 
     Args:
         read: A dataset, or another iterable of batches; or several.
-        key: What of a batch names its examples.
+        key: A function of a batch that returns what identifies its examples, such as their ids.
         like: A nest that examples are compared with, without a batch's sample weights perhaps.
         most: A shard that gives more examples than that is read no further; 0 reads all.
     """

@@ -1,4 +1,6 @@
-"""Logical devices, toy data and tiny models."""
+"""Logical devices, toy data, tiny models, and how far two trainings are apart."""
+
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -12,12 +14,17 @@ def use_logical_cpus(count: int = 8) -> None:
     On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`, with enough threads
     for programs that use all of them.
     """
-    if keras.backend.backend() == "jax":
-        machine.split_for_jax(count)
-        return
-    from kdpkit.strategies import split_device
+    machine.split_cpu(count, keras.backend.backend())
 
-    split_device("CPU", count)
+
+def off_by(weights: Iterable, expected: Iterable, start: Iterable) -> float:
+    """Return the largest difference from what is expected, relative to the largest change."""
+    arrays = [[*map(np.asarray, each)] for each in (weights, expected, start)]
+    difference, change = (
+        np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(arrays[1], others, strict=True)])
+        for others in (arrays[0], arrays[2])
+    )
+    return float(difference / change)
 
 
 def toy_classification(

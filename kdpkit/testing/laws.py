@@ -1,4 +1,4 @@
-"""What must hold for pipelines, layers and training steps of your own.
+"""What must hold for pipelines of your own.
 
 A law is a plain function: it is called with what your code gave or, where it needs to be computed
 again, with a function, and raises `AssertionError` if the law is broken. It does not run Hypothesis
@@ -24,7 +24,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,9 +41,6 @@ from kdpkit.testing._reading import (
     text,
 )
 
-if TYPE_CHECKING:
-    import keras
-
 Read: TypeAlias = Any  # a dataset or another iterable of batches, or a list of them
 Nest: TypeAlias = Any  # arrays in tuples, lists and dictionaries
 
@@ -55,16 +52,11 @@ __all__ = [
     "reproducible",
     "resumed_run_continues",
     "same_examples_for_any_replicas",
-    "same_training_for_any_replicas",
 ]
 
 
 def every_example_once(
-    read: Read,
-    *,
-    examples: Nest | int,
-    may_drop: int = 0,
-    key: Callable[[Any], Any] | None = None,
+    read: Read, *, examples: Nest | int, may_drop: int = 0, key: Callable[[Any], Any] | None = None
 ) -> None:
     """Fail unless every example comes exactly once an epoch, over all shards.
 
@@ -256,40 +248,6 @@ def held_out_does_not_leak(read: Callable[[Nest], Read], held_out: Nest) -> None
         after = read_shards(read(taken(arrays, [index] * len(examples))))
         what = "With other held-out examples, training example {} in order"
         _same([*_in_order(before)], [*_in_order(after)], what, before=before, after=after)
-
-
-def same_training_for_any_replicas(
-    build: "Callable[[], keras.Model]", data: Any, *, replicas: int
-) -> None:
-    """Fail unless R replicas train what one device trains.
-
-    Each call compiles two models. Under Hypothesis leave out `Phase.shrink`, as
-    docs/how_to/test_your_own_pipeline.md does, or a failure is shrunk for five minutes.
-
-    Args:
-        build: Returns a new, compiled model; see `kdpkit.training.check_parity`.
-        data: A dataset of global batches, or one batch as a tuple of arrays.
-        replicas: Number of replicas, each on its own device.
-
-    Raises:
-        AssertionError: They do not; the message is the report, with the variable that differs most.
-            If training on replicas raised an error, it is the `__cause__`.
-        ValueError: Nothing can be compared; see `kdpkit.training.check_parity`.
-
-    >>> import keras
-    >>> from kdpkit import testing
-    >>> from kdpkit.training import replica_exact
-    >>> def build():
-    ...     model = replica_exact(testing.tiny_classifier())
-    ...     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    ...     return model
-    >>> same_training_for_any_replicas(build, testing.toy_classification(7), replicas=2)
-    """
-    from kdpkit.training import check_parity
-
-    report = check_parity(build, data, replicas=replicas)
-    if not report.equal:
-        raise AssertionError(str(report)) from report.error
 
 
 def _same(expected: list[Any], read: list[Any], what: str, **runs: list[Shard]) -> None:

@@ -25,13 +25,7 @@ _HOMES = {
     "without_logits": "_without_logits",
 }
 
-__all__ = [
-    "check_parity",
-    "linear_cross_entropy",
-    "remat",
-    "replica_exact",
-    "without_logits",
-]
+__all__ = ["check_parity", "linear_cross_entropy", "remat", "replica_exact", "without_logits"]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not
     __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -13,25 +13,14 @@ Trained = TypeVar("Trained", bound=Callable[..., Any])  # a model, or a function
 
 
 @overload
-def replica_exact(
-    model_or_function: Trained,
-    *,
-    strategy: Any = ...,
-) -> Trained: ...
+def replica_exact(model_or_function: Trained, *, strategy: Any = ...) -> Trained: ...
 
 
 @overload
-def replica_exact(
-    *,
-    strategy: Any = ...,
-) -> Callable[[Trained], Trained]: ...
+def replica_exact(*, strategy: Any = ...) -> Callable[[Trained], Trained]: ...
 
 
-def replica_exact(
-    model_or_function: Any = None,
-    *,
-    strategy: Any = None,
-) -> Any:
+def replica_exact(model_or_function: Any = None, *, strategy: Any = None) -> Any:
     """Make `fit`, or a step of your own, do on several devices what it does on one device.
 
     Call it once, before or after `compile`, on a model that was built for several devices: on
@@ -92,9 +81,8 @@ def replica_exact(
     part = f"kdpkit.training.{backend}."
     if isinstance(model_or_function, keras.Model):
         if strategy is not None:
-            checks.fail(
-                "The strategy of a model is the one in whose scope it is made.", strategy=strategy
-            )
+            problem = "The strategy of a model is the one in whose scope it is made."
+            checks.fail(problem, strategy=strategy)
         importlib.import_module(f"{part}_fit").attach(model_or_function)
         return model_or_function
     if not callable(model_or_function) or isinstance(model_or_function, type | keras.layers.Layer):

@@ -126,7 +126,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
     one = train(one_device)
     try:
         many = train(strategy)
-    except Exception as error:  # Whatever it is, one device did not raise it.
+    except Exception as error:  # The report has it: the same program trained on one device.
         return ParityReport(replicas, equal=False, weights=np.nan, logs={}, error=error)
     _check_runs(one, many)
     weights, logs = one.differences(many), one.log_differences(many)

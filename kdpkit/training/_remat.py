@@ -46,7 +46,9 @@ def remat(model: Model) -> Model:
     >>> history = model.fit(keras.ops.ones((8, 4)), keras.ops.ones((8, 1)), verbose=0)
     """
     backend = checks.backend("`remat`", "tensorflow", "jax")
-    checkpointed = importlib.import_module(f"kdpkit.training.{backend}._remat").checkpointed
+    checkpointed: Callable[[BlockCall], Result] = _on_jax
+    if backend == "tensorflow":
+        checkpointed = importlib.import_module("kdpkit.training.tensorflow._remat").checkpointed
     blocks = [*blocks_of(model)]
     if not blocks:
         checks.fail(
@@ -166,6 +168,13 @@ def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
             yield from [*blocks_of(layer)] or [layer]
         elif layer._flatten_layers(include_self=False, recursive=False):
             yield layer
+
+
+def _on_jax(block: BlockCall) -> Result:
+    """Compute a block, and again for the gradients, of variables that the call reads as well."""
+    import jax
+
+    return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)
 
 
 def _rematerialized(block: keras.Layer, checkpointed: Callable[[BlockCall], Result]) -> Callable:

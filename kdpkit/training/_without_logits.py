@@ -10,19 +10,15 @@ import keras
 from keras import ops
 
 from kdpkit._internal import Tensor, checks
-from kdpkit.training._keras_internals import (
-    build_metrics,
-    get_keras_mask,
-    last_operation,
-    set_keras_mask,
-)
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training._linear_cross_entropy import linear_cross_entropy
 
 Model = TypeVar("Model", bound=keras.Model)
 # The weights of a `MaskedLMHead`, in all versions of KerasHub from 0.26 to 0.32.
 _HEAD_WEIGHTS = ["beta", "bias", "gamma", "kernel", "output_bias"]
 _METRICS = keras.metrics.Accuracy, keras.metrics.SparseCategoricalAccuracy
-_running = threading.local()  # `model` is the one whose step this thread traces
+# `model` is the one whose step this thread traces, and `updates` whether its metrics are updated.
+_running = threading.local()
 
 
 def without_logits(model: Model, *, chunk_size: int = 4096) -> Model:
@@ -67,14 +63,10 @@ def without_logits(model: Model, *, chunk_size: int = 4096) -> Model:
     head = _head_of(model)
     token_losses = TokenLosses(head, chunk_size)
     # Methods of the class: those of `replica_exact`, and of an earlier call, are on the instance.
-    compute_loss, compute_metrics, call = (
-        getattr(type(owner), name).__get__(owner)
-        for owner, name in (
-            (model, "compute_loss"),
-            (model, "compute_metrics"),
-            (head.layer, "call"),
-        )
+    compute_loss, compute_metrics = (
+        getattr(type(model), name).__get__(model) for name in ("compute_loss", "compute_metrics")
     )
+    call = type(head.layer).call.__get__(head.layer)
 
     def loss_of_tokens(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **settings: Any
@@ -87,10 +79,12 @@ def without_logits(model: Model, *, chunk_size: int = 4096) -> Model:
             set_keras_mask(losses, mask)
             set_keras_mask(tokens, mask)
         # Here also the metrics are updated, because on JAX only the loss leaves this function.
-        logits = keras.KerasTensor((*tokens.shape, head.vocabulary_size))
-        build_metrics(model, y, logits)
-        with _comparing_tokens(model):
-            compute_metrics(x, y, tokens, sample_weight)
+        metrics: Any = model._compile_metrics
+        if _running.updates:
+            if metrics is not None and not metrics.built:
+                metrics.build(y, keras.KerasTensor((*tokens.shape, head.vocabulary_size)))
+            with _comparing_tokens(model):
+                compute_metrics(x, y, tokens, sample_weight)
         with _replaced(loss, "fn", _second):
             return compute_loss(x, y, losses, sample_weight, **settings)
 
@@ -143,18 +137,16 @@ class TokenLosses(keras.layers.Layer):
 
 def _head_of(model: keras.Model) -> _Head:
     """Return the last layer of a model, if its outputs are products with a matrix."""
-    layer = last_operation(model)
+    outputs: Any = getattr(model, "outputs", None) or []
+    layer: Any = outputs[0]._keras_history.operation if len(outputs) == 1 else None
     if isinstance(layer, keras.layers.Dense):
         _check_products(layer, activation=layer.activation, quantization=layer.quantization_mode)
-        return _Head(layer, layer.units, _always, _first, lambda: _of_dense(layer))
+        return _Head(layer, layer.units, _always, lambda x, **_: x, lambda: _of_dense(layer))
     embedding = getattr(layer, "token_embedding", layer)
     if hasattr(embedding, "tie_weights"):
         names = [] if layer is embedding else sorted(weight.name for weight in _weights_of(layer))
-        _check_products(
-            embedding,
-            logit_soft_cap=embedding.logit_soft_cap,
-            quantization=embedding.quantization_mode,
-        )
+        cap, quantization = embedding.logit_soft_cap, embedding.quantization_mode
+        _check_products(embedding, logit_soft_cap=cap, quantization=quantization)
         size = embedding.input_dim
         if layer is embedding:
             states = functools.partial(_cast_as, embedding)
@@ -189,10 +181,6 @@ def _always(*_: Any, **__: Any) -> bool:
 
 def _is_reverse(_: Tensor, reverse: bool = False, **__: Any) -> bool:
     return reverse
-
-
-def _first(states: Tensor, **_: Any) -> Tensor:
-    return states
 
 
 def _of_dense(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -249,16 +237,24 @@ def _running_step(model: keras.Model, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(_running, "model", None)
-        _running.model = model
-        try:
+        with in_step(model):
             return method(*args, **kwargs)
-        finally:
-            _running.model = before
 
     # It counts as Keras' step, or the user's.
     step.__func__ = getattr(method, "__func__", None)  # type: ignore[attr-defined]
     return step
+
+
+@contextlib.contextmanager
+def in_step(model: keras.Model, *, updates: bool = True) -> Iterator[None]:
+    """Have a model of `without_logits` compute its loss as in a step; others stay as they are."""
+    before = vars(_running).copy()
+    vars(_running).update(model=model, updates=updates)
+    try:
+        yield
+    finally:
+        vars(_running).clear()
+        vars(_running).update(before)
 
 
 def _is_running(model: keras.Model) -> bool:

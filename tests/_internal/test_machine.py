@@ -9,19 +9,14 @@ from tests.processes import run_code
 
 
 @pytest.mark.parametrize(
-    ("cores", "devices", "threads"),
-    [
-        (2, 2, "4"),
-        (4, 2, None),
-        (3, 8, "16"),
-        (1, 1, "2"),
-    ],
+    ("cores", "devices", "threads"), [(2, 2, "4"), (4, 2, None), (3, 8, "16"), (1, 1, "2")]
 )
 def test_where_cores_are_few_each_device_has_two_threads(monkeypatch, cores, devices, threads):
     monkeypatch.setenv("PJRT_NPROC", "")  # so that it is put back
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    machine.reserve(devices)
+    monkeypatch.setenv("XLA_FLAGS", os.getenv("XLA_FLAGS", ""))
+    machine.split_cpu(devices, "jax")
     assert os.environ.get("PJRT_NPROC") == threads
 
 

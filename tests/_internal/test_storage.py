@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import errors
-from kdpkit._internal import atomic_files, storage
+from kdpkit._internal import storage
 
 NAMES = st.text("abc.-_0", min_size=1, max_size=5).filter(lambda name: name.strip("."))
 
 
 def put(position, content):
-    with atomic_files.replacing(position) as temporary:
+    with storage.replacing(position) as temporary:
         temporary.write_bytes(content)
 
 
@@ -49,14 +49,14 @@ def test_the_file_appears_when_the_block_ends_well(kind, remote, tmp_path):
     directory = storage.path(remote) if kind == "remote" else tmp_path
     path = directory / "a.txt"
     put(path, b"old")
-    with atomic_files.replacing(path) as temporary:
+    with storage.replacing(path) as temporary:
         temporary.write_text("new")
         assert temporary.suffix == ".txt"
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
 
     def write_half():
-        with atomic_files.replacing(path) as temporary:
+        with storage.replacing(path) as temporary:
             temporary.write_text("half")
             raise KeyboardInterrupt
 
@@ -73,7 +73,7 @@ def test_no_permission_is_reported_in_a_sentence():
     assert isinstance(caught.value, errors.RemoteFileError)
     for path in (where, "/sys/kernel/x"):
         with pytest.raises(ValueError, match=rf"{path}\W"):
-            atomic_files.make_writable(storage.path(path))
+            storage.make_writable(storage.path(path))
 
 
 def test_a_scheme_that_nothing_knows_raises():

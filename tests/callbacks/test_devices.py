@@ -47,8 +47,7 @@ def gpus(*busy):
 
 
 @pytest.mark.parametrize(
-    ("busy", "waits"),
-    [((), False), ((49.0,), True), ((100.0, 50.0), False), ((100.0, 49.0), True)],
+    ("busy", "waits"), [((), False), ((49.0,), True), ((100.0, 50.0), False), ((100.0, 49.0), True)]
 )
 def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(busy, waits):
     assert bool(starving(gpus(*busy) | {"process_cpu_utilization": 1.0})) == waits

@@ -4,7 +4,6 @@ import datetime
 
 import keras
 import pytest
-from keras import layers
 
 from kdpkit import testing
 from kdpkit.callbacks import Resume
@@ -98,25 +97,6 @@ def test_stages_after_track_raise(tmp_path, add):
     train = Resume(tmp_path).track(tf.data.Dataset.range(9).batch(3))
     with pytest.raises(ValueError, match="Add this stage before `track`"):
         add(train)
-
-
-# Programs that are started again with other settings.
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "sentence"),
-    [
-        (compiled, {"seed": 2}, "`seed` differs.* saved=1, seed=2"),
-        (lambda: compiled("sgd"), {}, "a run in which `optimizers` differs"),
-        (lambda: compiled(None, layers.Dense(4)), {}, "does not fit the model"),
-    ],
-)
-def test_what_is_not_the_same_run_raises(tmp_path, model, settings, sentence):
-    resume = Resume(tmp_path)
-    stopped(resume, compiled(), resume.track(batches()), 2)
-    resume = Resume(tmp_path)
-    with pytest.raises(ValueError, match=sentence):
-        fit(model(), resume.track(batches(**settings)), resume)
 
 
 def test_a_callback_after_resume_that_forgets_raises(tmp_path):

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit._internal import atomic_files, storage
+from kdpkit._internal import storage
 from kdpkit.callbacks import (
     DeviceMonitor,
     LearningRateLogger,
@@ -131,14 +131,14 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote):
     class Look(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002 as Keras calls it
             for path in storage.path(f"{remote}/logs/train").glob("events*"):
-                with atomic_files.fetched(path) as local:
+                with storage.fetched(path) as local:
                     seen.append([*scalars(local).get("epoch_loss", ())])
 
     fit([TensorBoard(f"{remote}/logs"), Look()], epochs=3)
     assert seen == [[], [0], [0, 1]]
     for run in ("train", "validation"):
         (path,) = storage.path(f"{remote}/logs/{run}").glob("*")
-        with atomic_files.fetched(path) as file:
+        with storage.fetched(path) as file:
             assert [*scalars(file)["epoch_loss"]] == [0, 1, 2]
 
 

@@ -15,7 +15,14 @@ SPARSE, CATEGORICAL, BINARY = (
     "categorical_crossentropy",
     "binary_crossentropy",
 )
-LOGITS = {"from_logits": True}
+SPARSE_LOGITS, CATEGORICAL_LOGITS, BINARY_LOGITS = (
+    kind(from_logits=True)
+    for kind in (
+        losses.SparseCategoricalCrossentropy,
+        losses.CategoricalCrossentropy,
+        losses.BinaryCrossentropy,
+    )
+)
 
 
 class Subclassed(keras.Model):
@@ -66,28 +73,16 @@ WRONG = {
     ),
     "no softmax, subclassed": lambda: (Subclassed(dense(4)), SPARSE, CLASSES),
     "no sigmoid": lambda: (sequential(dense(1)), BINARY, TWO),
-    "softmax and logits": lambda: (
-        sequential(dense(4, "softmax")),
-        losses.SparseCategoricalCrossentropy(**LOGITS),
-        CLASSES,
-    ),
+    "softmax and logits": lambda: (sequential(dense(4, "softmax")), SPARSE_LOGITS, CLASSES),
     "softmax layer and logits": lambda: (
         Subclassed(dense(4), layers.Softmax()),
-        losses.CategoricalCrossentropy(**LOGITS),
+        CATEGORICAL_LOGITS,
         ONE_HOT,
     ),
-    "sigmoid and logits": lambda: (
-        sequential(dense(1, "sigmoid")),
-        losses.BinaryCrossentropy(**LOGITS),
-        TWO,
-    ),
+    "sigmoid and logits": lambda: (sequential(dense(1, "sigmoid")), BINARY_LOGITS, TWO),
     "sigmoid of four classes": lambda: (sequential(dense(4, "sigmoid")), SPARSE, CLASSES),
     "relu": lambda: (sequential(dense(4, "relu")), SPARSE, CLASSES),
-    "relu and logits": lambda: (
-        sequential(dense(4, "relu")),
-        losses.SparseCategoricalCrossentropy(**LOGITS),
-        CLASSES,
-    ),
+    "relu and logits": lambda: (sequential(dense(4, "relu")), SPARSE_LOGITS, CLASSES),
     "tanh": lambda: (sequential(dense(1, "tanh")), BINARY, TWO),
     "softmax of one output": lambda: (sequential(dense(1, "softmax")), BINARY, TWO),
     "softmax of one output, one class": lambda: (
@@ -122,20 +117,12 @@ RIGHT = {
     ),
     "sigmoid": lambda: (sequential(dense(1, "sigmoid")), BINARY, TWO),
     "sigmoid, several labels": lambda: (sequential(dense(4, "sigmoid")), BINARY, ONE_HOT),
-    "logits": lambda: (
-        sequential(dense(4)),
-        losses.SparseCategoricalCrossentropy(**LOGITS),
-        CLASSES,
-    ),
-    "logits, subclassed": lambda: (
-        Subclassed(dense(4)),
-        losses.CategoricalCrossentropy(**LOGITS),
-        ONE_HOT,
-    ),
-    "binary logits": lambda: (sequential(dense(1)), losses.BinaryCrossentropy(**LOGITS), TWO),
+    "logits": lambda: (sequential(dense(4)), SPARSE_LOGITS, CLASSES),
+    "logits, subclassed": lambda: (Subclassed(dense(4)), CATEGORICAL_LOGITS, ONE_HOT),
+    "binary logits": lambda: (sequential(dense(1)), BINARY_LOGITS, TWO),
     "logits that begin at zero": lambda: (
         sequential(layers.Dense(1, kernel_initializer="zeros")),
-        losses.BinaryCrossentropy(**LOGITS),
+        BINARY_LOGITS,
         TWO,
     ),
     "relu in a regression": lambda: (sequential(dense(1, "relu")), "mse", TWO),

@@ -80,10 +80,7 @@ DATA = {
         {"string": ERROR},
     ),
     "a smaller last batch": (lambda: stages(drop_remainder=False), {"dynamic-batch": ERROR}),
-    "ragged": (
-        lambda: sequences().ragged_batch(64, drop_remainder=True),
-        {"dynamic-shape": ERROR},
-    ),
+    "ragged": (lambda: sequences().ragged_batch(64, drop_remainder=True), {"dynamic-shape": ERROR}),
     "a shape that Python hides": (
         lambda: stages().map(lambda x, y: (tf.numpy_function(lambda a: a, [x], tf.float32), y)),
         {"dynamic-shape": ERROR},

@@ -28,6 +28,17 @@ IMAGES = np.zeros((400, 8, 8, 3), "uint8")
 MASKS = np.zeros((400, 8, 8, 1), "uint8")
 
 
+sampled = Dataset.sample_from_datasets
+
+
+def listed(**settings):
+    return Dataset.list_files(FILES, **settings)
+
+
+def both(*datasets):
+    return Dataset.zip(datasets)
+
+
 def slices(*arrays):
     return Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0])
 
@@ -108,7 +119,7 @@ def windows(dataset):
 
 
 def reading(**settings):
-    return Dataset.list_files(FILES, shuffle=False).interleave(
+    return listed(shuffle=False).interleave(
         tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE, **settings
     )
 
@@ -120,327 +131,6 @@ def unordered(dataset):
 
 
 FIT = {"epochs": 3, "steps_per_epoch": 50}
-#: What is wrong, the wrong pipeline, its correct twin, the rule, and how `fit` is called.
-MISTAKES = [
-    (
-        "features shuffled, labels not",
-        lambda: batched(Dataset.zip((slices(X).shuffle(2000), slices(MIXED)))),
-        lambda: batched(Dataset.zip((slices(X), slices(MIXED))).shuffle(2000)),
-        "shuffled-apart",
-    ),
-    (
-        "each with a seed of its own",
-        lambda: batched(
-            Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2)))
-        ),
-        lambda: batched(
-            Dataset.zip((slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1)))
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "images and masks of listed files",
-        lambda: batched(
-            Dataset.zip(
-                (
-                    Dataset.list_files(FILES).map(decode, AUTOTUNE),
-                    Dataset.list_files(FILES).map(lambda n: decode(n)[..., :1], AUTOTUNE),
-                )
-            )
-        ),
-        lambda: batched(
-            Dataset.zip(
-                (
-                    Dataset.list_files(FILES, shuffle=False).map(decode, AUTOTUNE),
-                    Dataset.list_files(FILES, shuffle=False).map(
-                        lambda n: decode(n)[..., :1], AUTOTUNE
-                    ),
-                )
-            ).shuffle(400)
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "names zipped, then read",
-        lambda: batched(
-            Dataset.zip((Dataset.list_files(FILES), Dataset.list_files(FILES))).map(
-                lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-            )
-        ),
-        lambda: batched(
-            Dataset.zip((Dataset.list_files(FILES, seed=3), Dataset.list_files(FILES, seed=3))).map(
-                lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-            )
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "one shuffled dataset, read twice",
-        lambda: batched(
-            (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
-                mixed().shuffle(2000)
-            )
-        ),
-        lambda: batched(
-            (lambda d: Dataset.zip((d.map(lambda x, y: x), d.map(lambda x, y: y))))(
-                mixed()
-            ).shuffle(2000)
-        ),
-        "shuffled-apart",
-    ),
-    (
-        "several inputs, a label apart",
-        lambda: batched(
-            Dataset.zip((slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000)))
-        ),
-        lambda: batched(slices((X, X[:, :2]), MIXED).shuffle(2000)),
-        "shuffled-apart",
-    ),
-    (
-        "shuffle, then shard",
-        lambda: batched(mixed().shuffle(2000).shard(2, 0), 20),
-        lambda: batched(mixed().shard(2, 0).shuffle(1000), 20),
-        "shuffle-before-shard",
-    ),
-    (
-        "listed files, then shard",
-        lambda: batched(
-            Dataset.list_files(FILES)
-            .shard(2, 1)
-            .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-            .shuffle(999)
-        ),
-        lambda: batched(
-            Dataset.list_files(FILES, shuffle=False)
-            .shard(2, 1)
-            .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-            .shuffle(999)
-        ),
-        "shuffle-before-shard",
-    ),
-    (
-        "read with threads, then shard",
-        lambda: batched(reading(deterministic=False).shard(2, 0).shuffle(999)),
-        lambda: batched(reading().shard(2, 0).shuffle(999)),
-        "shuffle-before-shard",
-    ),
-    (
-        "repeat, then shuffle",
-        lambda: batched(mixed().repeat().shuffle(2000)),
-        lambda: batched(mixed().shuffle(2000).repeat()),
-        "repeat-before-shuffle",
-        FIT,
-    ),
-    (
-        "cache().take()",
-        lambda: batched(mixed().cache().take(1000).shuffle(1000)),
-        lambda: batched(mixed().take(1000).cache().shuffle(1000)),
-        "cut-cache",
-    ),
-    (
-        "a split of a cache",
-        lambda: batched(mixed().map(lambda x, y: (x * 2, y), AUTOTUNE).cache().take(1200)),
-        lambda: batched(mixed().take(1200).map(lambda x, y: (x * 2, y), AUTOTUNE).cache()),
-        "cut-cache",
-        {"training": False},
-    ),
-    (
-        "np.random in map",
-        lambda: batched(mixed().shuffle(2000).map(noise, AUTOTUNE)),
-        lambda: batched(mixed().shuffle(2000).map(drawn_by_tensorflow, AUTOTUNE)),
-        "constant-random",
-    ),
-    (
-        "a coin of Python's",
-        lambda: batched(mixed().shuffle(2000).map(maybe_reversed, AUTOTUNE)),
-        lambda: batched(
-            mixed()
-            .shuffle(2000)
-            .map(
-                lambda x, y: (tf.cond(tf.random.uniform([]) < 0.5, lambda: x[::-1], lambda: x), y),
-                AUTOTUNE,
-            )
-        ),
-        "constant-random",
-    ),
-    (
-        "in a function that is called",
-        lambda: batched(mixed().shuffle(2000)).map(helped, AUTOTUNE),
-        lambda: batched(mixed().shuffle(2000)).map(
-            lambda x, y: (NOISE(x, training=True), y), AUTOTUNE
-        ),
-        "constant-random",
-    ),
-    (
-        "of an object",
-        lambda: batched(mixed().shuffle(2000).map(Augmentation().shifted, AUTOTUNE)),
-        lambda: batched(mixed().shuffle(2000).map(in_python, AUTOTUNE).cache().shuffle(2000)),
-        "constant-random",
-    ),
-    (
-        "an object that is called",
-        lambda: batched(mixed().shuffle(2000).map(Augmentation(), AUTOTUNE)),
-        lambda: batched(mixed().map(lambda x, y: (x + X[0], y), AUTOTUNE).shuffle(2000)),
-        "constant-random",
-    ),
-    (
-        "in a tf.function",
-        lambda: batched(mixed().shuffle(2000).map(traced, AUTOTUNE)),
-        lambda: batched(
-            mixed().shuffle(2000).map(tf.function(lambda x, y: (tf.roll(x, 2, 0), y)), AUTOTUNE)
-        ),
-        "constant-random",
-    ),
-    (
-        "shuffle, then window",
-        lambda: (
-            windows(slices(X[:, 0]).shuffle(2000))
-            .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-            .batch(32)
-            .prefetch(1)
-        ),
-        lambda: (
-            windows(slices(X[:, 0]))
-            .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-            .shuffle(2000)
-            .batch(32)
-            .prefetch(1)
-        ),
-        "shuffle-before-window",
-    ),
-    (
-        "shuffle, then windows by batch",
-        lambda: (
-            slices(MIXED)
-            .shuffle(2000)
-            .batch(21, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-            .batch(19)
-            .prefetch(1)
-        ),
-        lambda: (
-            slices(MIXED)
-            .batch(21, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-            .shuffle(95)
-            .batch(19)
-            .prefetch(1)
-        ),
-        "shuffle-before-window",
-    ),
-    (
-        "never shuffled, in classes",
-        lambda: batched(ordered()),
-        lambda: batched(mixed()),
-        "never-shuffled",
-    ),
-    (
-        "labels one-hot, cached",
-        lambda: batched(
-            slices(X, np.eye(10, dtype="float32")[SORTED])
-            .map(lambda x, y: (x * 2, y), AUTOTUNE)
-            .cache()
-        ),
-        lambda: batched(slices(X, np.eye(10, dtype="float32")[SORTED]).cache().shuffle(2000)),
-        "never-shuffled",
-    ),
-    (
-        "shuffle without assignment",
-        lambda: (lambda d: (d.shuffle(2000), batched(d))[1])(ordered()),
-        lambda: batched(ordered(), 100),
-        "never-shuffled",
-        {},
-        {"training": False},
-    ),
-    (
-        "two classes, one after the other",
-        lambda: batched(ordered().take(1000).concatenate(ordered().skip(1000)).repeat()),
-        lambda: batched(
-            ordered().take(1000).concatenate(ordered().skip(1000)).shuffle(2000).repeat()
-        ),
-        "never-shuffled",
-        FIT,
-    ),
-    (
-        "a buffer of less than a class",
-        lambda: batched(ordered().shuffle(100)),
-        lambda: batched(ordered().shuffle(2000)),
-        "small-shuffle",
-    ),
-    (
-        "oversampling that ends",
-        lambda: batched(
-            Dataset.sample_from_datasets([ordered().take(1800), ordered().skip(1800)], [0.5, 0.5])
-        ),
-        lambda: batched(
-            Dataset.sample_from_datasets(
-                [ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5]
-            )
-        ),
-        "uneven-samples",
-        {},
-        FIT,
-    ),
-    (
-        "classes by filter, sampled",
-        lambda: batched(Dataset.sample_from_datasets([is_rare(0), is_rare(1)]).shuffle(2000)),
-        lambda: batched(
-            Dataset.sample_from_datasets(
-                [is_rare(0), is_rare(1)], stop_on_empty_dataset=True
-            ).shuffle(2000)
-        ),
-        "uneven-samples",
-    ),
-    (
-        "a choice of datasets that ends",
-        lambda: batched(
-            Dataset.choose_from_datasets(
-                [mixed().take(1500), mixed().skip(1500)],
-                Dataset.range(2).repeat(),
-                stop_on_empty_dataset=False,
-            )
-        ),
-        lambda: batched(
-            Dataset.choose_from_datasets(
-                [mixed().take(1000), mixed().skip(1000)],
-                Dataset.range(2).repeat(),
-                stop_on_empty_dataset=False,
-            )
-        ),
-        "uneven-samples",
-    ),
-    (
-        "errors ignored",
-        lambda: batched(
-            mixed()
-            .shuffle(2000)
-            .map(lambda x, y: (tf.debugging.check_numerics(x, ""), y), AUTOTUNE)
-            .ignore_errors()
-        ),
-        lambda: batched(
-            mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
-        ),
-        "ignored-errors",
-    ),
-    (
-        "read with threads, then split",
-        lambda: batched(reading(deterministic=False).skip(40)),
-        lambda: batched(reading().skip(40).shuffle(2000)),
-        "split-after-shuffle",
-    ),
-    (
-        "all examples as one",
-        lambda: batched(Dataset.from_tensors((X, MIXED))),
-        lambda: Dataset.from_tensors((X, MIXED)),
-        "batched-twice",
-    ),
-    (
-        "shuffled in place of batches",
-        lambda: batched(mixed()).shuffle(50),
-        lambda: batched(mixed().shuffle(2000)),
-        "batch-before-shuffle",
-    ),
-]
 
 
 def folder(count=40):
@@ -480,308 +170,440 @@ DECODED = lambda name: (decode(name), tf.strings.length(name) % 2)  # noqa: E731
 TABLE = {"age": X[:, 0], "fare": X[:, 1]}
 AUGMENT = Flipped()
 
-#: Correct pipelines of tutorials: where it is from, the pipeline, how `fit` is called.
+#: Correct pipelines of tutorials, by where they are from.
 TUTORIALS = {
-    "tensorflow: image classification": (
-        lambda: images().cache().shuffle(1000).prefetch(AUTOTUNE),
-        {},
+    "tensorflow: image classification": lambda: images().cache().shuffle(1000).prefetch(AUTOTUNE),
+    "tensorflow: load images, split": lambda: (
+        listed(shuffle=False)
+        .shuffle(9, reshuffle_each_iteration=False)
+        .skip(1)
+        .map(DECODED, AUTOTUNE)
+        .cache()
+        .shuffle(1000)
+        .batch(2, drop_remainder=True)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: load images, split": (
-        lambda: (
-            Dataset.list_files(FILES, shuffle=False)
-            .shuffle(9, reshuffle_each_iteration=False)
-            .skip(1)
-            .map(DECODED, AUTOTUNE)
-            .cache()
-            .shuffle(1000)
-            .batch(2, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: load csv": lambda: slices(TABLE, RARE).shuffle(2000).batch(40),
+    "tensorflow: text generation": lambda: (
+        slices(TOKENS.ravel())
+        .batch(101, drop_remainder=True)
+        .map(lambda w: (w[:-1], w[1:]))
+        .shuffle(10_000)
+        .batch(64, drop_remainder=True)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: load csv": (lambda: slices(TABLE, RARE).shuffle(2000).batch(40), {}),
-    "tensorflow: mnist of tfds": (
-        lambda: (
-            slices(X, MIXED)
-            .map(lambda x, y: (x / 255, y), AUTOTUNE)
-            .cache()
-            .shuffle(2000)
-            .batch(100)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: translation": lambda: (
+        slices(TEXTS, TEXTS)
+        .shuffle(2000)
+        .batch(50)
+        .map(
+            lambda a, b: ((tf.strings.length(a), tf.strings.length(b)), tf.strings.length(b)),
+            AUTOTUNE,
+        )
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: text generation": (
-        lambda: (
-            slices(TOKENS.ravel())
-            .batch(101, drop_remainder=True)
-            .map(lambda w: (w[:-1], w[1:]))
-            .shuffle(10_000)
-            .batch(64, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: cyclegan": lambda: both(
+        slices(IMAGES)
+        .cache()
+        .map(tf.image.random_flip_left_right, AUTOTUNE)
+        .shuffle(1000)
+        .batch(1),
+        slices(IMAGES[:300])
+        .cache()
+        .map(tf.image.random_flip_left_right, AUTOTUNE)
+        .shuffle(1000)
+        .batch(1),
     ),
-    "tensorflow: translation": (
-        lambda: (
-            slices(TEXTS, TEXTS)
-            .shuffle(2000)
-            .batch(50)
-            .map(
-                lambda a, b: ((tf.strings.length(a), tf.strings.length(b)), tf.strings.length(b)),
-                AUTOTUNE,
-            )
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: pix2pix": lambda: (
+        listed().map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE).shuffle(400).batch(1)
     ),
-    "tensorflow: word2vec": (
-        lambda: (
-            slices((TOKENS[:, 0], TOKENS[:, :5]), TOKENS[:, 5:10])
-            .shuffle(10_000)
-            .batch(1024, drop_remainder=True)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: segmentation": lambda: (
+        slices(IMAGES, MASKS)
+        .cache()
+        .shuffle(1000)
+        .batch(50)
+        .repeat()
+        .map(AUGMENT, AUTOTUNE)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: dcgan": (lambda: slices(IMAGES).shuffle(60_000).batch(200), {}),
-    "tensorflow: cyclegan": (
-        lambda: Dataset.zip(
-            (
-                slices(IMAGES)
-                .cache()
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .shuffle(1000)
-                .batch(1),
-                slices(IMAGES[:300])
-                .cache()
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .shuffle(1000)
-                .batch(1),
-            )
-        ),
-        {},
+    "tensorflow: augmentation with counters": lambda: (
+        both(slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter()))
+        .shuffle(1000)
+        .map(
+            lambda example, seed: (
+                tf.image.stateless_random_contrast(example[0], 0.5, 1, seed),
+                example[1],
+            ),
+            AUTOTUNE,
+        )
+        .batch(50)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: pix2pix": (
-        lambda: (
-            Dataset.list_files(FILES)
-            .map(lambda n: (decode(n), decode(n) * 2), AUTOTUNE)
-            .shuffle(400)
-            .batch(1)
-        ),
-        {},
+    "tensorflow: imbalanced data": lambda: (
+        sampled([is_rare(label).shuffle(100_000).repeat() for label in (0, 1)], weights=[0.5, 0.5])
+        .batch(2048)
+        .prefetch(2)
     ),
-    "tensorflow: segmentation": (
-        lambda: (
-            slices(IMAGES, MASKS)
-            .cache()
-            .shuffle(1000)
-            .batch(50)
-            .repeat()
-            .map(AUGMENT, AUTOTUNE)
-            .prefetch(AUTOTUNE)
-        ),
-        {"epochs": 20, "steps_per_epoch": 6},
+    "tensorflow: rejection sampling": lambda: (
+        slices(X, RARE)
+        .shuffle(2000)
+        .rejection_resample(lambda _, y: y, [0.5, 0.5], [0.9, 0.1])
+        .map(lambda _, example: example, AUTOTUNE)
+        .batch(10)
+        .prefetch(2)
     ),
-    "tensorflow: augmentation with counters": (
-        lambda: (
-            Dataset.zip(
-                (slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter()))
-            )
-            .shuffle(1000)
-            .map(
-                lambda example, seed: (
-                    tf.image.stateless_random_contrast(example[0], 0.5, 1, seed),
-                    example[1],
-                ),
-                AUTOTUNE,
-            )
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "tensorflow: time series": lambda: keras.utils.timeseries_dataset_from_array(
+        X, None, sequence_length=24, shuffle=True, batch_size=32
+    ).map(lambda w: (w[:, :-1], w[:, -1:])),
+    "tensorflow: distributed training": lambda: slices(X, MIXED).shuffle(2000).batch(50),
+    "tensorflow: bottlenecks, files": lambda: (
+        listed()
+        .interleave(tf.data.TextLineDataset, cycle_length=4, num_parallel_calls=AUTOTUNE)
+        .shuffle(2048)
+        .batch(64)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: imbalanced data": (
-        lambda: (
-            Dataset.sample_from_datasets(
-                [is_rare(label).shuffle(100_000).repeat() for label in (0, 1)],
-                weights=[0.5, 0.5],
-            )
-            .batch(2048)
-            .prefetch(2)
-        ),
-        {"epochs": 9, "steps_per_epoch": 20},
+    "keras: records without an order": lambda: (
+        unordered(listed().interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE))
+        .map(tf.strings.length, AUTOTUNE)
+        .shuffle(2048)
+        .prefetch(AUTOTUNE)
+        .batch(64)
     ),
-    "tensorflow: rejection sampling": (
-        lambda: (
-            slices(X, RARE)
-            .shuffle(2000)
-            .rejection_resample(lambda _, y: y, [0.5, 0.5], [0.9, 0.1])
-            .map(lambda _, example: example, AUTOTUNE)
-            .batch(10)
-            .prefetch(2)
-        ),
-        {},
+    "keras: captcha": lambda: (
+        slices(TEXTS, TOKENS)
+        .map(lambda x, y: {"image": tf.strings.length(x), "label": y}, AUTOTUNE)
+        .batch(50)
+        .prefetch(AUTOTUNE)
     ),
-    "tensorflow: time series": (
-        lambda: keras.utils.timeseries_dataset_from_array(
-            X, None, sequence_length=24, shuffle=True, batch_size=32
-        ).map(lambda w: (w[:, :-1], w[:, -1:])),
-        {},
+    "keras: segmentation of permuted paths": lambda: (
+        slices(IMAGES, MASKS).map(lambda x, y: (tf.cast(x, "float32"), y), AUTOTUNE).batch(50)
     ),
-    "tensorflow: distributed training": (
-        lambda: slices(X, MIXED).shuffle(2000).batch(50),
-        {"replicas": 2},
+    "keras: forecasting": lambda: keras.utils.timeseries_dataset_from_array(
+        X, np.arange(2000) // 500, sequence_length=24, batch_size=32, shuffle=False
     ),
-    "tensorflow: bottlenecks, files": (
-        lambda: (
-            Dataset.list_files(FILES)
-            .interleave(tf.data.TextLineDataset, cycle_length=4, num_parallel_calls=AUTOTUNE)
-            .shuffle(2048)
-            .batch(64)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
+    "keras: labels of an activity, windows": lambda: (
+        slices(X, SORTED)
+        .window(20, shift=20, drop_remainder=True)
+        .flat_map(lambda x, y: both(x.batch(20), y.batch(20)))
+        .shuffle(100)
+        .batch(10)
     ),
-    "keras: records without an order": (
-        lambda: (
-            unordered(
-                Dataset.list_files(FILES).interleave(
-                    tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE
-                )
-            )
-            .map(tf.strings.length, AUTOTUNE)
-            .shuffle(2048)
-            .prefetch(AUTOTUNE)
-            .batch(64)
-        ),
-        {},
+    "keras: mixup": lambda: both(
+        mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50)
+    ).map(of_pairs, AUTOTUNE),
+    "keras: triplets": lambda: (
+        both(slices(TEXTS), slices(TEXTS), slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096))
+        .shuffle(1024)
+        .map(lambda *names: tuple(map(tf.strings.length, names)))
+        .batch(32, drop_remainder=True)
+        .prefetch(8)
     ),
-    "keras: captcha": (
-        lambda: (
-            slices(TEXTS, TOKENS)
-            .map(lambda x, y: {"image": tf.strings.length(x), "label": y}, AUTOTUNE)
+    "keras: labelled and unlabelled": lambda: both(
+        slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50)
+    ).prefetch(AUTOTUNE),
+    "keras: two domains": lambda: both(
+        slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
+        slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
+    ),
+    "keras: sounds and their labels": lambda: (
+        both(slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED))
+        .shuffle(2000, seed=4)
+        .batch(50)
+        .prefetch(AUTOTUNE)
+    ),
+    "keras: one source, seeded twice": lambda: Dataset.zip(
+        tuple(
+            slices(IMAGES)
+            .shuffle(1024, seed=2)
+            .map(tf.image.random_flip_left_right, AUTOTUNE)
             .batch(50)
             .prefetch(AUTOTUNE)
-        ),
-        {},
+            for _ in range(2)
+        )
     ),
-    "keras: segmentation of permuted paths": (
-        lambda: (
-            slices(IMAGES, MASKS).map(lambda x, y: (tf.cast(x, "float32"), y), AUTOTUNE).batch(50)
-        ),
-        {},
-    ),
-    "keras: forecasting": (
-        lambda: keras.utils.timeseries_dataset_from_array(
-            X, np.arange(2000) // 500, sequence_length=24, batch_size=32, shuffle=False
-        ),
-        {},
-    ),
-    "keras: labels of an activity, windows": (
-        lambda: (
-            slices(X, SORTED)
-            .window(20, shift=20, drop_remainder=True)
-            .flat_map(lambda x, y: Dataset.zip((x.batch(20), y.batch(20))))
-            .shuffle(100)
-            .batch(10)
-        ),
-        {},
-    ),
-    "keras: mixup": (
-        lambda: Dataset.zip((mixed().shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))).map(
-            of_pairs, AUTOTUNE
-        ),
-        {},
-    ),
-    "keras: triplets": (
-        lambda: (
-            Dataset.zip(
-                (
-                    slices(TEXTS),
-                    slices(TEXTS),
-                    slices(TEXTS).concatenate(slices(TEXTS)).shuffle(4096),
-                )
-            )
-            .shuffle(1024)
-            .map(lambda *names: tuple(map(tf.strings.length, names)))
-            .batch(32, drop_remainder=True)
-            .prefetch(8)
-        ),
-        {},
-    ),
-    "keras: labelled and unlabelled": (
-        lambda: Dataset.zip(
-            (slices(X).shuffle(2000).batch(50), mixed().shuffle(2000).batch(50))
-        ).prefetch(AUTOTUNE),
-        {},
-    ),
-    "keras: two domains": (
-        lambda: Dataset.zip(
-            (
-                slices(IMAGES, np.arange(400) % 10).shuffle(400).batch(50),
-                slices(np.zeros((400, 16, 16, 3), "float32")).shuffle(400).batch(50),
-            )
-        ),
-        {},
-    ),
-    "keras: sounds and their labels": (
-        lambda: (
-            Dataset.zip((slices(TEXTS).map(tf.strings.length, AUTOTUNE), slices(MIXED)))
-            .shuffle(2000, seed=4)
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: one source, seeded twice": (
-        lambda: Dataset.zip(
-            tuple(
-                slices(IMAGES)
-                .shuffle(1024, seed=2)
-                .map(tf.image.random_flip_left_right, AUTOTUNE)
-                .batch(50)
-                .prefetch(AUTOTUNE)
-                for _ in range(2)
-            )
-        ),
-        {},
-    ),
-    "keras: structured data": (
-        lambda: (
-            slices(TABLE, RARE)
-            .map(lambda x, y: (x, y), AUTOTUNE)
-            .shuffle(2000)
-            .batch(50)
-            .prefetch(AUTOTUNE)
-        ),
-        {},
-    ),
-    "keras: rarely positive": (
-        lambda: slices(X, (np.arange(2000) % 500 == 499).astype("int32")).batch(50),
-        {},
-    ),
-    "validation, in the order of classes": (lambda: batched(ordered()), {"training": False}),
-    "validation of a folder": (lambda: images(shuffle=False), {"training": False}),
-    "a regression, sorted": (lambda: batched(slices(X, np.linspace(0, 1, 2000))), {}),
-    "all labels the same": (lambda: batched(slices(X, np.zeros(2000, "int32"))), {}),
+    "keras: rarely positive": lambda: slices(
+        X, (np.arange(2000) % 500 == 499).astype("int32")
+    ).batch(50),
+    "validation, in the order of classes": lambda: batched(ordered()),
+    "validation of a folder": lambda: images(shuffle=False),
+    "a regression, sorted": lambda: batched(slices(X, np.linspace(0, 1, 2000))),
+    "all labels the same": lambda: batched(slices(X, np.zeros(2000, "int32"))),
 }
-MISTAKES += [
-    (
-        "a folder in the order of classes",
-        lambda: images(shuffle=False),
-        lambda: images(),
-        "never-shuffled",
-    ),
-    (
-        "images and masks of two folders",
-        lambda: Dataset.zip((images(None), images(None, color_mode="grayscale"))),
-        lambda: Dataset.zip((images(None, seed=2), images(None, seed=2, color_mode="grayscale"))),
-        "shuffled-apart",
-    ),
-]
-
-MISTAKES = [  # each with how `fit` is called, also of the twin
-    (*mistake, *[{}] * (5 - len(mistake[:5])), *([] if mistake[5:] else [*mistake[4:5]] or [{}]))
-    for mistake in MISTAKES
-]
+#: How `fit` is called in some of these, and of mistakes; in `TWINS`, with the twin.
+FITS = {
+    "repeat, then shuffle": FIT,
+    "a split of a cache": {"training": False},
+    "two classes, one after the other": FIT,
+    "tensorflow: segmentation": {"epochs": 20, "steps_per_epoch": 6},
+    "tensorflow: imbalanced data": {"epochs": 9, "steps_per_epoch": 20},
+    "tensorflow: distributed training": {"replicas": 2},
+    "validation, in the order of classes": {"training": False},
+    "validation of a folder": {"training": False},
+}
+TWINS = {"shuffle without assignment": {"training": False}, "oversampling that ends": FIT}
+#: By rule: what is wrong, the wrong pipeline, and its correct twin.
+MISTAKES = {
+    "shuffled-apart": {
+        "features shuffled, labels not": (
+            lambda: batched(both(slices(X).shuffle(2000), slices(MIXED))),
+            lambda: batched(both(slices(X), slices(MIXED)).shuffle(2000)),
+        ),
+        "each with a seed of its own": (
+            lambda: batched(
+                both(slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=2))
+            ),
+            lambda: batched(
+                both(slices(X).shuffle(2000, seed=1), slices(MIXED).shuffle(2000, seed=1))
+            ),
+        ),
+        "images and masks of listed files": (
+            lambda: batched(
+                both(
+                    listed().map(decode, AUTOTUNE),
+                    listed().map(lambda n: decode(n)[..., :1], AUTOTUNE),
+                )
+            ),
+            lambda: batched(
+                both(
+                    listed(shuffle=False).map(decode, AUTOTUNE),
+                    listed(shuffle=False).map(lambda n: decode(n)[..., :1], AUTOTUNE),
+                ).shuffle(400)
+            ),
+        ),
+        "names zipped, then read": (
+            lambda: batched(
+                both(listed(), listed()).map(lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE)
+            ),
+            lambda: batched(
+                both(listed(seed=3), listed(seed=3)).map(
+                    lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
+                )
+            ),
+        ),
+        "one shuffled dataset, read twice": (
+            lambda: batched(
+                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(
+                    mixed().shuffle(2000)
+                )
+            ),
+            lambda: batched(
+                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(mixed()).shuffle(
+                    2000
+                )
+            ),
+        ),
+        "several inputs, a label apart": (
+            lambda: batched(both(slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000))),
+            lambda: batched(slices((X, X[:, :2]), MIXED).shuffle(2000)),
+        ),
+        "images and masks of two folders": (
+            lambda: both(images(None), images(None, color_mode="grayscale")),
+            lambda: both(images(None, seed=2), images(None, seed=2, color_mode="grayscale")),
+        ),
+    },
+    "shuffle-before-shard": {
+        "shuffle, then shard": (
+            lambda: batched(mixed().shuffle(2000).shard(2, 0), 20),
+            lambda: batched(mixed().shard(2, 0).shuffle(1000), 20),
+        ),
+        "listed files, then shard": (
+            lambda: batched(
+                listed()
+                .shard(2, 1)
+                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
+                .shuffle(999)
+            ),
+            lambda: batched(
+                listed(shuffle=False)
+                .shard(2, 1)
+                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
+                .shuffle(999)
+            ),
+        ),
+        "read with threads, then shard": (
+            lambda: batched(reading(deterministic=False).shard(2, 0).shuffle(999)),
+            lambda: batched(reading().shard(2, 0).shuffle(999)),
+        ),
+    },
+    "repeat-before-shuffle": {
+        "repeat, then shuffle": (
+            lambda: batched(mixed().repeat().shuffle(2000)),
+            lambda: batched(mixed().shuffle(2000).repeat()),
+        )
+    },
+    "cut-cache": {
+        "cache().take()": (
+            lambda: batched(mixed().cache().take(1000).shuffle(1000)),
+            lambda: batched(mixed().take(1000).cache().shuffle(1000)),
+        ),
+        "a split of a cache": (
+            lambda: batched(mixed().map(lambda x, y: (x * 2, y), AUTOTUNE).cache().take(1200)),
+            lambda: batched(mixed().take(1200).map(lambda x, y: (x * 2, y), AUTOTUNE).cache()),
+        ),
+    },
+    "constant-random": {
+        "np.random in map": (
+            lambda: batched(mixed().shuffle(2000).map(noise, AUTOTUNE)),
+            lambda: batched(mixed().shuffle(2000).map(drawn_by_tensorflow, AUTOTUNE)),
+        ),
+        "a coin of Python's": (
+            lambda: batched(mixed().shuffle(2000).map(maybe_reversed, AUTOTUNE)),
+            lambda: batched(
+                mixed()
+                .shuffle(2000)
+                .map(
+                    lambda x, y: (
+                        tf.cond(tf.random.uniform([]) < 0.5, lambda: x[::-1], lambda: x),
+                        y,
+                    ),
+                    AUTOTUNE,
+                )
+            ),
+        ),
+        "in a function that is called": (
+            lambda: batched(mixed().shuffle(2000)).map(helped, AUTOTUNE),
+            lambda: batched(mixed().shuffle(2000)).map(
+                lambda x, y: (NOISE(x, training=True), y), AUTOTUNE
+            ),
+        ),
+        "of an object": (
+            lambda: batched(mixed().shuffle(2000).map(Augmentation().shifted, AUTOTUNE)),
+            lambda: batched(mixed().shuffle(2000).map(in_python, AUTOTUNE).cache().shuffle(2000)),
+        ),
+        "an object that is called": (
+            lambda: batched(mixed().shuffle(2000).map(Augmentation(), AUTOTUNE)),
+            lambda: batched(mixed().map(lambda x, y: (x + X[0], y), AUTOTUNE).shuffle(2000)),
+        ),
+        "in a tf.function": (
+            lambda: batched(mixed().shuffle(2000).map(traced, AUTOTUNE)),
+            lambda: batched(
+                mixed().shuffle(2000).map(tf.function(lambda x, y: (tf.roll(x, 2, 0), y)), AUTOTUNE)
+            ),
+        ),
+    },
+    "shuffle-before-window": {
+        "shuffle, then window": (
+            lambda: (
+                windows(slices(X[:, 0]).shuffle(2000))
+                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
+                .batch(32)
+                .prefetch(1)
+            ),
+            lambda: (
+                windows(slices(X[:, 0]))
+                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
+                .shuffle(2000)
+                .batch(32)
+                .prefetch(1)
+            ),
+        ),
+        "shuffle, then windows by batch": (
+            lambda: (
+                slices(MIXED)
+                .shuffle(2000)
+                .batch(21, drop_remainder=True)
+                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
+                .batch(19)
+                .prefetch(1)
+            ),
+            lambda: (
+                slices(MIXED)
+                .batch(21, drop_remainder=True)
+                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
+                .shuffle(95)
+                .batch(19)
+                .prefetch(1)
+            ),
+        ),
+    },
+    "never-shuffled": {
+        "never shuffled, in classes": (lambda: batched(ordered()), lambda: batched(mixed())),
+        "labels one-hot, cached": (
+            lambda: batched(
+                slices(X, np.eye(10, dtype="float32")[SORTED])
+                .map(lambda x, y: (x * 2, y), AUTOTUNE)
+                .cache()
+            ),
+            lambda: batched(slices(X, np.eye(10, dtype="float32")[SORTED]).cache().shuffle(2000)),
+        ),
+        "shuffle without assignment": (
+            lambda: (lambda d: (d.shuffle(2000), batched(d))[1])(ordered()),
+            lambda: batched(ordered(), 100),
+        ),
+        "two classes, one after the other": (
+            lambda: batched(ordered().take(1000).concatenate(ordered().skip(1000)).repeat()),
+            lambda: batched(
+                ordered().take(1000).concatenate(ordered().skip(1000)).shuffle(2000).repeat()
+            ),
+        ),
+        "a folder in the order of classes": (lambda: images(shuffle=False), lambda: images()),
+    },
+    "small-shuffle": {
+        "a buffer of less than a class": (
+            lambda: batched(ordered().shuffle(100)),
+            lambda: batched(ordered().shuffle(2000)),
+        )
+    },
+    "uneven-samples": {
+        "oversampling that ends": (
+            lambda: batched(sampled([ordered().take(1800), ordered().skip(1800)], [0.5, 0.5])),
+            lambda: batched(
+                sampled([ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5])
+            ),
+        ),
+        "classes by filter, sampled": (
+            lambda: batched(sampled([is_rare(0), is_rare(1)]).shuffle(2000)),
+            lambda: batched(
+                sampled([is_rare(0), is_rare(1)], stop_on_empty_dataset=True).shuffle(2000)
+            ),
+        ),
+        "a choice of datasets that ends": (
+            lambda: batched(
+                Dataset.choose_from_datasets(
+                    [mixed().take(1500), mixed().skip(1500)],
+                    Dataset.range(2).repeat(),
+                    stop_on_empty_dataset=False,
+                )
+            ),
+            lambda: batched(
+                Dataset.choose_from_datasets(
+                    [mixed().take(1000), mixed().skip(1000)],
+                    Dataset.range(2).repeat(),
+                    stop_on_empty_dataset=False,
+                )
+            ),
+        ),
+    },
+    "ignored-errors": {
+        "errors ignored": (
+            lambda: batched(
+                mixed()
+                .shuffle(2000)
+                .map(lambda x, y: (tf.debugging.check_numerics(x, ""), y), AUTOTUNE)
+                .ignore_errors()
+            ),
+            lambda: batched(
+                mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
+            ),
+        )
+    },
+    "split-after-shuffle": {
+        "read with threads, then split": (
+            lambda: batched(reading(deterministic=False).skip(40)),
+            lambda: batched(reading().skip(40).shuffle(2000)),
+        )
+    },
+    "batched-twice": {
+        "all examples as one": (
+            lambda: batched(Dataset.from_tensors((X, MIXED))),
+            lambda: Dataset.from_tensors((X, MIXED)),
+        )
+    },
+    "batch-before-shuffle": {
+        "shuffled in place of batches": (
+            lambda: batched(mixed()).shuffle(50),
+            lambda: batched(mixed().shuffle(2000)),
+        )
+    },
+}

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from kdpkit import testing
+from kdpkit.testing._toys import off_by
 from kdpkit.training import replica_exact
 from tests.training.step_column import trained_by_own_step
 
@@ -154,14 +155,12 @@ def scopes(replicas, *, share=False):
 def _compare(one, many, promise, tolerance):
     before, after, logs = one
     _, after_many, logs_many = many
-    change = max(np.abs(a - b).max() for a, b in zip(after, before, strict=True))
-    difference = max(np.abs(a - b).max() for a, b in zip(after_many, after, strict=True))
     logs_difference = max(
         np.abs(np.asarray(entry[name]) - np.asarray(entry_many[name])).max()
         for entry, entry_many in zip(logs, logs_many, strict=True)
         for name in entry
     )
-    ratio, logs_ratio = float(difference / change), float(logs_difference)
+    ratio, logs_ratio = off_by(after_many, after, before), float(logs_difference)
     if promise == "by definition" and np.isfinite(ratio):
         return Outcome("by definition", ratio, logs_ratio)
     verdict = "equal weights" if promise == "equal weights" else "equal"
@@ -207,9 +206,13 @@ def cross_entropy(**arguments):
     return losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
 
 
+def assert_close(many, one, rtol=1e-5, atol=1e-6):
+    for a, b in zip(many, one, strict=True):
+        np.testing.assert_allclose(a, b, rtol, atol)
+
+
 def assert_same_weights(model, other, tolerance=1e-6):
-    for weight, expected in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, expected, atol=tolerance)
+    assert_close(model.get_weights(), other.get_weights(), 1e-7, tolerance)
 
 
 def _compiled(model, optimizer=None, loss=None, **settings):

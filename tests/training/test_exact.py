@@ -18,7 +18,7 @@ import tensorflow as tf
 from kdpkit import sharding, strategies, testing
 from kdpkit.training import replica_exact
 from tests.training import exactness
-from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy
+from tests.training.exactness import ON_JAX, assert_close, assert_same_weights, cross_entropy
 from tests.training.programs import CustomStep, network
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
@@ -237,8 +237,7 @@ def test_parts_of_other_lengths_are_the_same_on_replicas(are_known):
         history = model.fit(data, verbose=0).history
         loss, *_ = model.train_on_batch(*map(list, parts))  # Keras 3.13 weighs those of outputs
         found.append((history, loss, model.get_weights()))
-    for one, other in zip(*map(tf.nest.flatten, found), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert_close(*map(tf.nest.flatten, found), atol=0)
 
 
 def text_model():
@@ -284,8 +283,7 @@ def test_a_batch_of_any_kind_is_split(make, batch):
             model.compile("sgd", "mse")
         losses = [model.train_on_batch(batch, np.arange(5.0)) for _ in range(2)]
         found.append((losses, model.predict_on_batch(batch)))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert_close(*found, atol=0)
 
 
 @pytest.mark.tensorflow
@@ -444,8 +442,7 @@ def test_several_steps_of_a_call_are_those_of_stock_keras_on_one_device():
 
     (one, expected), (two, found) = trained(None), trained(2)
     assert_same_weights(two, one)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(*map(jax.tree.leaves, (found, expected)))
 
 
 @pytest.mark.jax
@@ -482,8 +479,7 @@ def test_a_model_with_averaged_weights_goes_on_after_fit():
             model.train_on_batch(X, Y)
             return *model.get_weights(), model.predict(X, verbose=0)
 
-    for one, many in zip(trained(None), trained(2), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
+    assert_close(trained(2), trained(None))
 
 
 class Failing(Batches):

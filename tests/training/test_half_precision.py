@@ -1,11 +1,11 @@
 """Programs in half precision: two replicas train one device's weights to its rounding, silently."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from kdpkit.testing._toys import off_by
 from tests.training.programs import CustomStep, Program, network, outcomes, vectors
 from tests.training.programs import sparse_cross_entropy as cross_entropy
 from tests.training.test_programs import ALL
@@ -35,10 +35,6 @@ class ScalingStep(CustomStep):
         return {"loss": loss}
 
 
-def distance(one, other):
-    return max(np.abs(a - b).max(initial=0) for a, b in zip(one, other, strict=True))
-
-
 PROGRAMS = {program.name: program for program in [*ALL, Program("scaling", ScalingStep, vectors)]}
 
 
@@ -60,7 +56,7 @@ def test_half_precision_trains_as_on_one_device_to_its_rounding(name, policy, ca
         capfd.readouterr()  # TensorFlow writes lines when it starts
         difference = outcomes.compared(PROGRAMS[name], 2)
     start = before or [0 * weight for weight in exact]
-    rounding = distance(rounded, exact) / distance(start, exact)
+    rounding = off_by(rounded, exact, start)
     assert rounding > 1e-5
     assert difference <= rounding / 2
     assert capfd.readouterr() == ("", "")

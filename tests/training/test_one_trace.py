@@ -12,6 +12,7 @@ from tensorflow.python.eager import context
 
 from kdpkit import strategies
 from kdpkit.training import replica_exact
+from tests.training.exactness import assert_close
 from tests.training.programs import compile_model
 from tests.training.programs.steps import Penalized, TwoLayers, X, Y
 
@@ -167,8 +168,7 @@ def test_code_that_needs_numbers_runs_eagerly_as_on_one_device():
             model.compile("adam", loss_by_condition, metrics=[median], run_eagerly=True)
         history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
         runs.append([history["loss"], history["median"], model.sums, *model.get_weights()])
-    for one, many in zip(*runs, strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
+    assert_close(*runs)
 
 
 def test_one_replica_computes_on_its_device():

@@ -11,6 +11,7 @@ from keras import layers
 from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
 from tests.training import own_loops
+from tests.training.exactness import assert_close
 
 pytestmark = pytest.mark.tensorflow
 
@@ -57,11 +58,6 @@ class Trainer:
         return [np.array(keras.ops.convert_to_numpy(x)) for x in (*results, *variables)]
 
 
-def assert_equal(many, one):
-    for a, b in zip(many, one, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def expected():
     trainer = Trainer()
@@ -91,7 +87,7 @@ def test_a_step_trains_what_one_device_trains(kind, decorate, expected):
     else:
         trainer = Trainer(strategy)
         step = decorate(trainer.step)
-    assert_equal(trainer.trained(step), expected)  # outside of the scope
+    assert_close(trainer.trained(step), expected)  # outside of the scope
 
 
 def test_a_step_that_runs_eagerly_trains_what_one_device_trains(expected):
@@ -99,7 +95,7 @@ def test_a_step_that_runs_eagerly_trains_what_one_device_trains(expected):
     try:
         strategy = mirrored()
         trainer = Trainer(strategy)
-        assert_equal(trainer.trained(replica_exact(trainer.step, strategy=strategy)), expected)
+        assert_close(trainer.trained(replica_exact(trainer.step, strategy=strategy)), expected)
         with pytest.raises(ValueError, match="step was made outside"):
             replica_exact(trainer.step)(X, Y)
     finally:
@@ -120,7 +116,7 @@ def test_a_function_that_loops_over_data_calls_an_exact_step():
     other = Trainer()
     for x, y in BATCHES:
         tf.function(other.step)(x, y, weight=0.5)
-    assert_equal(trainer.model.get_weights(), other.model.get_weights())
+    assert_close(trainer.model.get_weights(), other.model.get_weights())
 
 
 @pytest.mark.slow
@@ -130,7 +126,7 @@ def test_xla_compiles_what_each_device_computes():
         trainer = Trainer(strategy)
         step = replica_exact(tf.function(trainer.step, jit_compile=True))
         trained.append([np.array(step(X, Y)["loss"]) for _ in range(2)])
-    assert_equal(*trained)
+    assert_close(*trained)
 
 
 def test_a_step_that_another_step_calls_is_part_of_it():
@@ -151,7 +147,7 @@ def test_a_step_that_another_step_calls_is_part_of_it():
         for x, y in BATCHES:
             step(x, y)
         trained.append(trainer.model.get_weights())
-    assert_equal(*trained)
+    assert_close(*trained)
 
 
 def test_layers_that_keep_states_of_examples_are_computed_for_all():
@@ -166,7 +162,7 @@ def test_layers_that_keep_states_of_examples_are_computed_for_all():
         says = pytest.warns(UserWarning, match="One device computes the step for all examples")
         with says if strategy else contextlib.nullcontext():
             trained.append([np.array(step(tf.reshape(X[:5], (5, 2, 2)))) for _ in range(2)])
-    assert_equal(*trained)
+    assert_close(*trained)
 
 
 @pytest.mark.slow
@@ -183,7 +179,7 @@ def test_other_steps_go_on_from_the_state_of_an_optimizer():
         trainer.model.compile(trainer.optimizer, CROSS_ENTROPY)
         trainer.model.fit(X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
         trained.append(trainer.model.get_weights())
-    assert_equal(*trained)
+    assert_close(*trained)
 
 
 def test_what_a_metric_holds_before_a_step_is_kept():
@@ -263,8 +259,7 @@ def test_loops_of_guides_train_what_one_device_trains(name):
         _, others, weights = run(name, replicas)
         for a, b in zip(weights, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-7, atol=1e-6 * change)  # 2e-7 is a bit
-        for a, b in zip(others, outputs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(others, outputs)
 
 
 def test_a_tape_around_a_step_raises():

@@ -68,6 +68,12 @@ def test_what_keras_gets_wrong_is_located(build, data, batch):
     assert re.search(f"`{report.variable}`.*gradients by", str(report))
 
 
+def test_what_only_replicas_raise_is_in_the_report():
+    report = check_parity(builder(clipnorm=0.01), testing.toy_classification(9), replicas=2)
+    assert "AddN" in str(report.error)
+    assert re.match("2 replicas cannot train this: .*AddN", str(report))
+
+
 @pytest.mark.slow
 def test_a_wrong_factor_is_measured_and_named():
     report = check_parity(builder(make=PlainMean), testing.toy_classification(9), replicas=3)

@@ -11,6 +11,7 @@ from keras import layers
 
 from kdpkit import strategies
 from kdpkit.training import replica_exact
+from tests.training.exactness import assert_close
 
 pytestmark = pytest.mark.tensorflow
 
@@ -33,18 +34,13 @@ def trained(make, replicas, **settings):
     return [*model.get_weights(), *logs]
 
 
-def assert_equal(many, one):
-    for x, y in zip(many, one, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
 def of_layers(*middle):
     return lambda: keras.Sequential([*(make() for make in middle), layers.Dense(3, "softmax")])
 
 
 def test_an_operation_without_a_rule_is_named_with_its_line(capsys):
     make = of_layers(lambda: layers.Dense(8, "relu"), Sorted)
-    assert_equal(trained(make, 2, jit_compile=False), trained(make, 1, jit_compile=False))
+    assert_close(trained(make, 2, jit_compile=False), trained(make, 1, jit_compile=False))
     lines = pathlib.Path(__file__).read_text("utf-8").splitlines()
     number = 1 + next(i for i, line in enumerate(lines) if "# over the examples" in line)
     (line,) = re.findall("kdpkit: About .*", capsys.readouterr().err)
@@ -73,7 +69,7 @@ def test_a_step_for_one_length_is_computed_whole_and_says_so():
     one = trained(OfOneLength, 1, jit_compile=False)
     with pytest.warns(UserWarning, match="One device computes the step for all .*TypeError: int"):
         many = trained(OfOneLength, 2, jit_compile=False)
-    assert_equal(many, one)
+    assert_close(many, one)
 
 
 class OfEqualHalves(OfOneLength):
@@ -87,7 +83,7 @@ def test_a_step_whose_shapes_are_of_one_length_is_computed_whole_and_says_so():
     one = trained(OfEqualHalves, 1, jit_compile=False)
     with pytest.warns(UserWarning, match="does not work for batches of any length: ValueError"):
         many = trained(OfEqualHalves, 2, jit_compile=False)
-    assert_equal(many, one)
+    assert_close(many, one)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -134,7 +130,7 @@ def test_the_batch_is_what_most_tensors_are_as_long_as():
     y = tf.cast(Y, tf.float32)
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
-    assert_equal([exact(kernel, X, y)], [step(kernel, X, y)])
+    assert_close([exact(kernel, X, y)], [step(kernel, X, y)])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_methods_of_a_variable_read_and_change_all_copies(method):
     exact = replica_exact(lambda x: (method(many, x), tf.reduce_sum(many @ tf.transpose(x)))[1])
     method(one, X)
     expected = np.sum(one.numpy() @ X.T)
-    assert_equal([exact(X), *(copy.numpy() for copy in many.values)], [expected, one, one])
+    assert_close([exact(X), *(copy.numpy() for copy in many.values)], [expected, one, one])
 
 
 def test_xla_compiles_a_step_that_checks_several_tensors():
@@ -190,7 +186,7 @@ def test_groups_that_span_examples_are_whole():
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
     x = X[:4].reshape((4, 6, 2))
-    assert_equal([exact(x)], [step(x)])
+    assert_close([exact(x)], [step(x)])
 
 
 def test_an_axis_that_is_cut_to_a_length_is_whole_where_others_are_unknown():
@@ -202,7 +198,7 @@ def test_an_axis_that_is_cut_to_a_length_is_whole_where_others_are_unknown():
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
     x = np.ones([7000, 5, 2], "float32")
-    assert_equal([exact(x)], [step(x)])
+    assert_close([exact(x)], [step(x)])
 
 
 def test_a_tensor_that_nothing_uses_leaves_the_others_divided(capsys):
@@ -214,5 +210,5 @@ def test_a_tensor_that_nothing_uses_leaves_the_others_divided(capsys):
 
     with strategies.select_strategy("mirrored", devices=2).scope():
         exact = replica_exact(step)
-    assert_equal([exact(X[:, :2], X, X * 2)], [step(X[:, :2], X, X * 2)])
+    assert_close([exact(X[:, :2], X, X * 2)], [step(X[:, :2], X, X * 2)])
     assert "kdpkit" not in capsys.readouterr().err

@@ -330,7 +330,8 @@ class Resume(keras.callbacks.Callback):
         """Continue in this epoch, which other callbacks have begun."""
         state = self._restore_history()
         if state and state.position.step:
-            # Only now, because a schedule has just changed the rate of this epoch a second time.
+            # Not before: `LearningRateScheduler` and others set the rate when an epoch begins, and
+            # the state has the rate that this epoch had reached.
             self._restore(state)
             self._steps_before, self._restored_state = state.position.step, state
             # The rest of an epoch is shorter than an epoch: keras-team/keras#23360

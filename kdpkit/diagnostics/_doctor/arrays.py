@@ -9,7 +9,8 @@ import numpy as np
 
 from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics._doctor import batches, training_step
+from kdpkit.batches._array_batches import named_leaves
+from kdpkit.diagnostics._doctor import training_step
 
 _SHORT = 0.25  # of a batch
 # How names of Keras' losses begin that compare two arrays of the same shape.
@@ -18,7 +19,7 @@ _SAME_SHAPE = ("mean", "ma", "ms", "binary", "categoricalcrossentropy", "huber",
 
 def of_values(name: str, batch: Any, model: Any) -> Iterator[Finding]:
     """Yield values that spoil any training, and labels that this model's loss does not take."""
-    for part, leaf in batches.named_leaves(batch):
+    for part, leaf in named_leaves(batch):
         array = np.asarray(leaf)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             examples = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))

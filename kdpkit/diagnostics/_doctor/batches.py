@@ -15,11 +15,10 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.batches._array_batches import num_examples
+from kdpkit.batches._array_batches import named_leaves, num_examples
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
-_NAMES = ("x", "y", "sample_weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +45,7 @@ class Batches:
 
 
 def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
-    """Look at the first batch of a dataset or of arrays, and at what shows whether others differ.
-
-    Raises:
-        ValueError: It is no dataset, is empty, or raises before its first batch; `name` is its own.
-    """
+    """Look at the first batch of a dataset or of arrays, and at what shows if others differ."""
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
         ends = _ends(dataset, size)
@@ -72,7 +67,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
         checks.fail(f"`{name}` is empty: it has no batch.", **received)
     leaves, others = named_leaves(first), [leaf for _, leaf in named_leaves(other)]
     sizes = {(_shape(leaf) or ())[:1] for _, leaf in leaves}
-    is_known = not isinstance(first, tuple) or len(first) <= len(_NAMES)
+    is_known = not isinstance(first, tuple) or len(first) <= 3
     if not is_known or len(sizes) != 1 or () in sizes or len(leaves) != len(others):
         checks.fail(
             f"`{name}` must have batches of arrays `x`, `(x, y)` or `(x, y, sample_weight)`, and "
@@ -132,15 +127,10 @@ def is_tf_dataset(value: Any) -> bool:
     return tf is not None and isinstance(value, tf.data.Dataset)
 
 
-def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
-    """Return the dataset that `Resume` tracks, or one that it does not track itself."""
-    return vars(dataset).get("_dataset", dataset)
-
-
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
-        dataset = copy.copy(untracked(dataset))  # which may count what is taken
+        dataset = copy.copy(dataset)  # which may count what is taken
         count = dataset.num_batches
         first = None if count == 0 else dataset[0]
         return first, dataset[count - 1] if count and count > 1 else first
@@ -151,17 +141,6 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
         return None
     first = next(iter(dataset), None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
     return first, getattr(dataset, "element_spec", first)
-
-
-def named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Return the arrays of a batch, or their specifications, with names such as `x['ids']`."""
-    batch = batch if isinstance(batch, tuple) else (batch,)
-    names = (*_NAMES, *map(str, range(len(batch))))  # a batch of more parts raises later
-    return [
-        (names[path[0]] + "".join(f"[{key!r}]" for key in path[1:]), leaf)
-        for path, leaf in keras.tree.flatten_with_path(batch)
-        if leaf is not None and type(leaf).__name__ != "NoneTensorSpec"  # of `tf.data`
-    ]
 
 
 def _shape(array: Any) -> tuple[int | None, ...] | None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from kdpkit._internal import versions
+from kdpkit.training._without_logits import in_step
 
 _OF_NO_LAYER = re.compile(r"/?(?:[^/]*->|vmap|einsum|Tensordot|MatMul)")
 _DIGITS = "0123456789"  # for the axes of an ellipsis
@@ -16,26 +17,17 @@ _FUSED = ("dot_product_attention", "splash", "flash")  # in the names of JAX's k
 
 
 class Operation(NamedTuple):
-    """One operation of the forward pass.
+    """One operation of the forward pass."""
 
-    Attributes:
-        kind: `"product"` of matrices, `"softmax"`, `"random"` numbers, `"fused"` attention, or
-            `"function"`, whose operations are not known.
-        place: Its name, after those of the layers in which it is.
-        shape: Of its result (of a softmax, of what it is computed from), without axes of size 1.
-        dtype: Of its first input.
-        inner: Of a product, how many numbers are summed for each of the result.
-        is_batched: Of a product, whether each example has both matrices for itself.
-        times: How often it is computed.
-    """
-
+    # A "product" of matrices, "softmax", "random" numbers, "fused" attention, or a "function",
+    # whose operations are not known.
     kind: str
-    place: str
-    shape: tuple[int, ...]
-    dtype: str
-    inner: int = 0
-    is_batched: bool = False
-    times: int = 1
+    place: str  # its name, after those of the layers in which it is
+    shape: tuple[int, ...]  # of its result, or what a softmax takes, without axes of size 1
+    dtype: str  # of its first input
+    inner: int = 0  # of a product, how many numbers are summed for each of the result
+    is_batched: bool = False  # of a product, whether each example has both matrices for itself
+    times: int = 1  # that it is computed
 
     @property
     def layers(self) -> str:
@@ -46,7 +38,7 @@ class Operation(NamedTuple):
 def traced(model: Any, batch: Any) -> list[Operation]:
     """Trace the losses of a batch in training, and compute nothing; the model must be built."""
     batch = as_fit_passes_it(model, batch)
-    with versions.unbuilt_losses(model):
+    with versions.unbuilt_losses(model), in_step(model, updates=False):
         return [*(_of_jax if keras.backend.backend() == "jax" else _of_tensorflow)(model, batch)]
 
 

@@ -25,17 +25,12 @@ _OF_JAX_NN = "BTNH,BSNH->BNTS"  # in the names of products that a kernel could t
 
 
 class Device(NamedTuple):
-    """What a step runs on.
+    """What a step runs on."""
 
-    Attributes:
-        platform: `"gpu"`, `"tpu"` or `"cpu"`.
-        has_bfloat16: Whether it has units for products in bfloat16.
-        balance: Floating-point operations in the time of moving one byte, by the data sheets in
-            bfloat16 150 (A100) to 560 (TPU v6e); of two cores of a CPU 7 were measured.
-    """
-
-    platform: str
-    has_bfloat16: bool
+    platform: str  # "gpu", "tpu" or "cpu"
+    has_bfloat16: bool  # units for products of it
+    # Floating-point operations in the time of moving one byte: by the data sheets in bfloat16 150
+    # (A100) to 560 (TPU v6e); of two cores of a CPU 7 were measured.
     balance: float
 
 
@@ -80,7 +75,7 @@ def findings(model: Any, batch: Any) -> list[Finding]:
         return [*outputs.findings(model, batch), *of_step(model, batch)]
     except Exception as error:  # tracing runs the user's code, which may raise anything
         problem = f"The training fails: {checks.reason_of(error)}"
-        return [Finding("step", "error", "train", problem, "Train one batch, and mend that first.")]
+        return [Finding("step", "error", "train", problem, "Fix what one batch raises.")]
 
 
 def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Finding]:

@@ -203,7 +203,7 @@ def _seconds_per_step(model: Any, data: Any, batch_size: int | None, seconds: fl
         arguments |= zip(names, keras.utils.unpack_x_y_sample_weight(data), strict=True)
         arguments["batch_size"], data = batch_size, arguments.pop("x")
     elif isinstance(data, keras.utils.PyDataset):
-        data = copy.copy(batches.untracked(data))  # a copy counts its epochs
+        data = copy.copy(data)  # a copy counts its epochs
     # Keras cannot shuffle these, and would warn.
     shuffle = {"shuffle": False} if batches.is_tf_dataset(data) else {}
     training_step.fit_of(model)(data, **arguments, **shuffle)

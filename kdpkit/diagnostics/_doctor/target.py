@@ -42,15 +42,9 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
     Nothing is trained, and what the target prints goes to stderr. Keras is loaded before the
     target, for the backend that a file sets in a line of its own, or for that of the environment.
 
-    Args:
-        target: `train.py`, which runs up to its first `fit`; or `package.module:name` or
-            `file.py:name` of a function without arguments that returns a dataset or (dataset,
-            model).
-        arguments: Of the script.
-
-    Raises:
-        ValueError: There is no such target, or it raises, trains nothing, returns something else or
-            chooses another backend.
+    A target is `train.py`, with its arguments, which runs up to its first `fit`; or
+    `package.module:name` or `file.py:name` of a function that returns a dataset or (dataset,
+    model). What gets nowhere raises one sentence.
     """
     if ":" not in target:
         path = _file(target)
@@ -82,11 +76,7 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def named(target: str) -> Iterator[Callable[[], Any]]:
-    """Yield the function of `module:name` or `file.py:name`, whose modules the block can import.
-
-    Raises:
-        ValueError: There is no such function, or its module raises or trains.
-    """
+    """Yield the function of `module:name` or `file.py:name`, whose modules the block can import."""
     module, _, name = target.rpartition(":")
     path = _file(module) if module.endswith(".py") else None
     missing = f"`{module}` has no function `{name}`."

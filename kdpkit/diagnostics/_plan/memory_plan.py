@@ -10,7 +10,6 @@ from typing import Any
 
 from kdpkit._internal import check_results, checks
 from kdpkit.diagnostics._doctor import batches, operations, slow_steps, training_step
-from kdpkit.diagnostics._plan import bytes_of
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
@@ -151,7 +150,7 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     >>> if keras.backend.backend() == "jax":  # 0.10 or later
     ...     assert plan_memory(make, memory="1GiB").chosen.accumulation == 1
     """
-    limit = bytes_of(memory)
+    limit = checks.size_in_bytes("memory", memory)
     replicas = checks.integer("replicas", replicas)
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)

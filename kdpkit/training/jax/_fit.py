@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
-from kdpkit._internal import checks, processes, shards, versions
+from kdpkit._internal import checks, processes, versions
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._lowering import divide_sums
@@ -39,11 +40,7 @@ def attach(model: keras.Model) -> None:
     require_same_mesh(mesh)
     if distribution is not None:
         divide_sums(mesh)
-        names = ("per_process_batch", "layout", "batch_dim_name")
-        shards.wrap_once(distribution_lib, "distribute_data_input", _placing_uneven, *names)
-        shards.wrap_once(trainer.JAXEpochIterator, "_get_iterator", comparing_lengths)
-        if versions.KERAS < (3, 15):
-            shards.wrap_once(trainer, "_distribute_data", _placing_without_weights)
+        shards.patch(_PATCHES)
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -167,38 +164,42 @@ def _scanning(model: keras.Model, make_function: Callable, mesh: Mesh) -> Callab
     return make
 
 
-def _placing_uneven(original: Callable) -> Callable:
-    """Have Keras put a batch that the devices cannot divide on each of them."""
-
-    # keras-team/keras#21167
-    def place(per_process_batch: Any, layout: Any, batch_dim_name: str, **settings: Any) -> Any:
-        if getattr(_reading, "is_on", False):
-            return per_process_batch
-        if layout is None or jax.process_count() > 1:
-            return original(per_process_batch, layout, batch_dim_name, **settings)
-        placement = getattr(layout, "backend_layout", layout)
-        mesh = placement.mesh
-        # Where Keras 3.16 stacks the batches of several steps, examples are the second axis.
-        sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
-        count = mesh.shape[batch_dim_name]
-        is_uneven = any(size % count for size, axis in sizes if axis == batch_dim_name)
-        # A sparse array is a list of values, which cannot be divided along the examples.
-        if is_uneven or isinstance(per_process_batch, JAXSparse):
-            return jax.device_put(per_process_batch, replicated(mesh))
+def _place_uneven(
+    original: Callable, per_process_batch: Any, layout: Any, batch_dim_name: str, **settings: Any
+) -> Any:
+    """Put a batch that the devices cannot divide on each of them."""
+    if getattr(_reading, "is_on", False):
+        return per_process_batch
+    if layout is None or jax.process_count() > 1:
         return original(per_process_batch, layout, batch_dim_name, **settings)
+    placement = getattr(layout, "backend_layout", layout)
+    mesh = placement.mesh
+    # Where Keras 3.16 stacks the batches of several steps, examples are the second axis.
+    sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
+    count = mesh.shape[batch_dim_name]
+    is_uneven = any(size % count for size, axis in sizes if axis == batch_dim_name)
+    # A sparse array is a list of values, which cannot be divided along the examples.
+    if is_uneven or isinstance(per_process_batch, JAXSparse):
+        return jax.device_put(per_process_batch, replicated(mesh))
+    return original(per_process_batch, layout, batch_dim_name, **settings)
 
-    return place
+
+def _place_without_weights(original: Callable, data: Any, layouts: Any = None) -> Any:
+    """Place batches of `train_on_batch` that have no `sample_weight`."""
+    while layouts is None and isinstance(data, tuple) and data[-1] is None:
+        data = data[:-1]
+    return original(data, layouts)
 
 
-def _placing_without_weights(original: Callable) -> Callable:
-    """Have Keras before 3.15 place batches of `train_on_batch` without `sample_weight`."""
-
-    def place(data: Any, layouts: Any = None) -> Any:
-        while layouts is None and isinstance(data, tuple) and data[-1] is None:
-            data = data[:-1]
-        return original(data, layouts)
-
-    return place
+_NAMES = ("per_process_batch", "layout", "batch_dim_name")
+_PATCHES: list[tuple] = [
+    # It raises for uneven batches: keras-team/keras#21167
+    (distribution_lib, "distribute_data_input", _place_uneven, *_NAMES),
+    # Several processes whose data have other lengths hang.
+    (trainer.JAXEpochIterator, "_get_iterator", comparing_lengths),
+]
+if versions.KERAS < (3, 15):  # which raises for None
+    _PATCHES.append((trainer, "_distribute_data", _place_without_weights))
 
 
 def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:

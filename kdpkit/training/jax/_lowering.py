@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit._internal.shards import batch_shards
+from kdpkit.sharding._shards import batch_shards
 
 
 def divide_sums(mesh: Mesh) -> None:

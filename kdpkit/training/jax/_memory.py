@@ -11,12 +11,13 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from kdpkit import sharding
-from kdpkit._internal import shards, versions
-from kdpkit._internal.shards import batch_shards
+from kdpkit._internal import versions
 from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import by_examples, replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._remat import blocks_of, rematerialized
+from kdpkit.training._without_logits import in_step
 
 # On CPUs XLA computes arrays as early as it can, in parallel, and gathers weights before a loop.
 # With the first two options it saves memory, as on GPUs and TPUs; the other two save time to
@@ -43,11 +44,7 @@ class State(NamedTuple):
 
 
 class StepMemory:
-    """The memory of a model's step for any devices and settings; no variables are allocated.
-
-    Args:
-        make: Returns a global batch and a compiled model.
-    """
+    """The memory of a model's step for any devices and settings; no variables are allocated."""
 
     def __init__(self, make: Callable[[], tuple[Any, keras.Model]]) -> None:
         try:  # While they are traced, the initializers of variables compute nothing.
@@ -128,7 +125,9 @@ class StepMemory:
             lowered = step.lower(state, batch)
         if as_mesh(distribution).devices.flat[0].platform != "cpu":
             return lowered.compile(), state, batch
-        versions.check_memory_can_be_planned()
+        versions.require_newer(  # an older one cannot schedule for memory on CPUs
+            "Planning memory on a CPU needs JAX 0.10 or later. Install it, or plan on the device."
+        )
         options = _FOR_REMAT if remat else _FOR_MEMORY
         return lowered.compile(compiler_options=options), state, batch
 
@@ -138,7 +137,8 @@ class StepMemory:
 
         def step(state: State, batch: Any) -> Any:
             # Not the instance's, which may be that of `replica_exact` for other devices.
-            return type(self.model).train_step(self.model, state, split_examples(batch, mesh))
+            with in_step(self.model):
+                return type(self.model).train_step(self.model, state, split_examples(batch, mesh))
 
         return step
 
@@ -159,7 +159,7 @@ class StepMemory:
             *([_spec(v.shape, v.dtype, place(v)) for v in group] for group, place in groups)
         )
         size = math.ceil(self.global_batch_size / accumulation)
-        placement = replicated(mesh) if size % batch_shards(mesh) else by_examples(mesh)
+        placement = replicated(mesh) if size % shards.batch_shards(mesh) else by_examples(mesh)
         batch = jax.tree.map(
             lambda part: _spec((size, *part.shape[1:]), part.dtype, placement), self.batch
         )
@@ -188,7 +188,7 @@ class StepMemory:
 
             return jax.vjp(loss, state.trainable)[1]
 
-        with distribution.scope(), rematerialized(self.model, remat):
+        with distribution.scope(), rematerialized(self.model, remat), in_step(self.model):
             jaxpr = jax.make_jaxpr(pull_back)(state, batch).jaxpr
         arguments = {id(variable) for variable in jaxpr.invars}
         outputs = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}

@@ -11,7 +11,8 @@ import numpy as np
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from kdpkit._internal import checks, processes, shards, versions
+from kdpkit._internal import checks, processes, versions
+from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import place_batch, replicated, split_examples
 from kdpkit.sharding._meshes import as_mesh, require_none_forgotten
 from kdpkit.training.jax._fit import check_distribution

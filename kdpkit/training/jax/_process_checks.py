@@ -62,20 +62,16 @@ def check_across_processes(name: str, data: Any) -> None:
         check_batches(f"`{name}`", len(data), data[:8])
 
 
-def comparing_lengths(get_iterator: Callable) -> Callable:
-    """Have Keras compare the lengths of the data, or each batch where a length is not known."""
-
-    def get(epoch: Any) -> Any:
-        batches = get_iterator(epoch)
-        if processes.count() == 1 or keras.distribution.distribution() is None:
-            return batches
-        length = epoch.data_adapter.num_batches
-        processes.require_equal(
-            "The number of batches", [-1 if length is None else length], remedy=_EQUALLY_MANY
-        )
-        return batches if length is not None else _compared(iter(batches))
-
-    return get
+def comparing_lengths(get_iterator: Callable, epoch: Any) -> Any:
+    """Compare the lengths of the data, or each batch where a length is not known."""
+    batches = get_iterator(epoch)
+    if processes.count() == 1 or keras.distribution.distribution() is None:
+        return batches
+    length = epoch.data_adapter.num_batches
+    processes.require_equal(
+        "The number of batches", [-1 if length is None else length], remedy=_EQUALLY_MANY
+    )
+    return batches if length is not None else _compared(iter(batches))
 
 
 def _compared(batches: Iterator[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -91,7 +91,8 @@ class Shards(NamedTuple):
             return self._placed(spec)
         divisible = [i for i, size in enumerate(shape) if axes[i] is None and size % count == 0]
         if not divisible:
-            warnings.warn(  # with this line as its place, so that Python shows it once
+            # `stacklevel=1` makes this line its origin, so that Python shows one for all variables.
+            warnings.warn(
                 f"A large variable stays complete on all {count} devices, as they divide none of "
                 "its axes.",
                 stacklevel=1,
@@ -131,68 +132,74 @@ def _names(axis: Any) -> tuple[str, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
-def let_keras_shard() -> None:
-    """Let Keras' optimizers create sharded variables, and its models use sharded weights.
+def patch(table: Iterable[tuple]) -> None:
+    """Replace parts of Keras, each once and for good: models are trained and saved in any scope.
 
-    Keras has no setting for it: an optimizer's variable takes the layout of its weight, and XLA
-    chooses what it gathers and keeps. Under other distributions the methods do what they did.
+    A row has an owner, a name, what is called with the original and its arguments, and the names of
+    arguments that the original must have.
     """
-    wrap_once(keras.optimizers.Optimizer, "add_variable", _adding_sharded, "layout")
-    wrap_once(keras.Layer, "stateless_call", _gathering_weights, "non_trainable_variables")
-    wrap_once(keras.Model, "compute_loss_and_updates", _gathering_again, "optimizer_variables")
+    for owner, name, wrapper, *arguments in table:
+        original = getattr(owner, name, None)
+        if hasattr(original, "kdpkit_wrapper"):
+            continue
+        if original is None or not {*arguments} <= {*inspect.signature(original).parameters}:
+            versions.reject_unknown(f"{owner.__name__}.{name}", jax=jax.__version__)
+        setattr(owner, name, _wrapped(original, wrapper))
 
 
-def wrap_once(owner: Any, name: str, wrapper: Callable, *arguments: str) -> None:
-    """Replace a function of Keras, once; raise where it does not take these arguments."""
-    original = getattr(owner, name, None)
-    if hasattr(original, "kdpkit_wrapper"):
-        return
-    if original is None or not {*arguments} <= {*inspect.signature(original).parameters}:
-        versions.reject_unknown(f"{owner.__name__}.{name}", jax=jax.__version__)
-    wrapped = functools.wraps(original)(wrapper(original))
+def _wrapped(original: Callable, wrapper: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **settings: Any) -> Any:
+        return wrapper(original, *args, **settings)
+
     wrapped.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    return wrapped
 
 
-def _adding_sharded(add_variable: Callable) -> Callable:
-    def add(optimizer: keras.optimizers.Optimizer, shape: Any, *args: Any, **settings: Any) -> Any:
-        distribution = keras.distribution.distribution()
-        if shards := _shards_of(distribution):
-            weight_layout = settings.get("layout")
-            spec = PartitionSpec(*([] if weight_layout is None else weight_layout.axes))
-            placement = shards.optimizer(without_batch(spec, shards.mesh), shape)
-            settings["layout"] = layout(distribution, placement, len(shape))
-        return add_variable(optimizer, shape, *args, **settings)
-
-    return add
-
-
-def _gathering_weights(stateless_call: Callable) -> Callable:
-    def call(
-        layer: keras.Layer,
-        trainable_variables: Any,
-        non_trainable_variables: Any,
-        *args: Any,
-        **settings: Any,
-    ) -> Any:
-        weights, others = trainable_variables, non_trainable_variables
-        if shards := _shards_of(keras.distribution.distribution()):
-            weights = [*map(shards.gathered, weights, layer.trainable_variables)]
-            others = [*map(shards.gathered, others, layer.non_trainable_variables)]
-        return stateless_call(layer, weights, others, *args, **settings)
-
-    return call
+def _add_variable(
+    original: Callable, optimizer: Any, shape: Any, *args: Any, **settings: Any
+) -> Any:
+    distribution = keras.distribution.distribution()
+    if shards := _shards_of(distribution):
+        weight_layout = settings.get("layout")
+        spec = PartitionSpec(*([] if weight_layout is None else weight_layout.axes))
+        placement = shards.optimizer(without_batch(spec, shards.mesh), shape)
+        settings["layout"] = layout(distribution, placement, len(shape))
+    return original(optimizer, shape, *args, **settings)
 
 
-def _gathering_again(compute_loss_and_updates: Callable) -> Callable:
-    def compute(model: keras.Model, trainable_variables: Any, *args: Any, **settings: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            return compute_loss_and_updates(model, weights, *args, **settings)
+def _call_with_gathered(
+    original: Callable,
+    layer: Any,
+    trainable_variables: Any,  # names as Keras has them: users pass these by keyword
+    non_trainable_variables: Any,
+    *args: Any,
+    **settings: Any,
+) -> Any:
+    weights, others = trainable_variables, non_trainable_variables
+    if shards := _shards_of(keras.distribution.distribution()):
+        weights = [*map(shards.gathered, weights, layer.trainable_variables)]
+        others = [*map(shards.gathered, others, layer.non_trainable_variables)]
+    return original(layer, weights, others, *args, **settings)
 
-        shards = _shards_of(keras.distribution.distribution())
-        return (shards.gathering_again(loss) if shards else loss)(trainable_variables)
 
-    return compute
+def _compute_gathering_again(
+    original: Callable, model: Any, trainable_variables: Any, *args: Any, **settings: Any
+) -> Any:
+    def loss(weights: Any) -> Any:
+        return original(model, weights, *args, **settings)
+
+    shards = _shards_of(keras.distribution.distribution())
+    return (shards.gathering_again(loss) if shards else loss)(trainable_variables)
+
+
+# Keras 3.13 to 3.16 have no setting for it: an optimizer's variable takes the layout of its weight,
+# and XLA chooses what it gathers and keeps. Under other distributions they do what they did.
+SHARDING = (
+    (keras.optimizers.Optimizer, "add_variable", _add_variable, "layout"),
+    (keras.Layer, "stateless_call", _call_with_gathered, "non_trainable_variables"),
+    (keras.Model, "compute_loss_and_updates", _compute_gathering_again, "optimizer_variables"),
+)
 
 
 def _shards_of(distribution: object) -> Shards | None:
