@@ -211,50 +211,27 @@ def ensure_shape(op: Operation) -> list[Any] | None:
 
 # Each example by itself, along the first axis. The letters say what the inputs are: "x" has
 # examples, "s" is shared by them, "a" is either, and "n" is a shape that counts them.
-_EXAMPLE_BY_EXAMPLE = {
-    "Conv2D": "xs",
-    "Conv3D": "xs",
-    "DepthwiseConv2dNative": "xs",
-    "Conv2DBackpropInput": "nsx",
-    "Conv3DBackpropInputV2": "nsx",
-    "DepthwiseConv2dNativeBackpropInput": "nsx",
-    "MaxPool": "x",
-    "MaxPool3D": "x",
-    "AvgPool": "x",
-    "AvgPool3D": "x",
-    "MaxPoolGrad": "xxx",
-    "MaxPoolGradGrad": "xxx",
-    "MaxPool3DGrad": "xxx",
-    "MaxPool3DGradGrad": "xxx",
-    "AvgPoolGrad": "nx",
-    "AvgPool3DGrad": "nx",
-    "LRN": "x",
-    "LRNGrad": "xxx",
-    "ResizeBilinear": "xs",
-    "ResizeBicubic": "xs",
-    "ResizeNearestNeighbor": "xs",
-    "ResizeArea": "xs",
-    "ResizeBilinearGrad": "xx",
-    "ResizeBicubicGrad": "xx",
-    "ResizeNearestNeighborGrad": "xs",
-    "DepthToSpace": "x",
-    "SpaceToDepth": "x",
-    "ExtractImagePatches": "x",
-    "ImageProjectiveTransformV3": "xass",
-    "AdjustContrastv2": "xs",
-    "AdjustHue": "xs",
-    "AdjustSaturation": "xs",
-    "SoftmaxCrossEntropyWithLogits": "xx",
-    "SparseSoftmaxCrossEntropyWithLogits": "xx",
-    "Dilation2D": "xs",
-    "InTopKV2": "xxs",
-    "MatrixInverse": "x",
-    "Cholesky": "x",
-    "MatrixDeterminant": "x",
-    "LogMatrixDeterminant": "x",
-    "MatrixSolve": "xx",
-    "MatrixTriangularSolve": "xx",
+_INPUTS = {
+    "xs": (
+        "Conv2D Conv3D DepthwiseConv2dNative ResizeBilinear ResizeBicubic "
+        "ResizeNearestNeighbor ResizeArea ResizeNearestNeighborGrad AdjustContrastv2 "
+        "AdjustHue AdjustSaturation Dilation2D"
+    ),
+    "nsx": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+    "x": (
+        "MaxPool MaxPool3D AvgPool AvgPool3D LRN DepthToSpace SpaceToDepth "
+        "ExtractImagePatches MatrixInverse Cholesky MatrixDeterminant LogMatrixDeterminant"
+    ),
+    "xxx": "MaxPoolGrad MaxPoolGradGrad MaxPool3DGrad MaxPool3DGradGrad LRNGrad",
+    "nx": "AvgPoolGrad AvgPool3DGrad",
+    "xx": (
+        "ResizeBilinearGrad ResizeBicubicGrad SoftmaxCrossEntropyWithLogits "
+        "SparseSoftmaxCrossEntropyWithLogits MatrixSolve MatrixTriangularSolve"
+    ),
+    "xass": "ImageProjectiveTransformV3",
+    "xxs": "InTopKV2",
 }
+_EXAMPLE_BY_EXAMPLE = {kind: letters for letters, names in _INPUTS.items() for kind in kinds(names)}
 
 
 @rule(" ".join(_EXAMPLE_BY_EXAMPLE))
