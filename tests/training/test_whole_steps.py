@@ -178,6 +178,26 @@ def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
         step(X)
 
 
+def of_number(x, others, seven):
+    """Return one number for batches of seven, and another for all others."""
+    return tf.where(tf.unstack(tf.shape(x))[0] == 7, seven, others)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x[: of_number(x, tf.shape(x)[0], 3)] * 2,
+        lambda x: tf.pad(x, [[0, of_number(x, 0, 1)], [0, 0]]) * 2,
+        lambda x: tf.pad(x, [[0, tf.cast(tf.unstack(tf.shape(x))[0] == 7, tf.int32)], [0, 0]]) * 2,
+        lambda x: x * tf.cast(tf.shape(x[:, : of_number(x, 1, 2)] * 2)[1], tf.float32),
+    ],
+)
+def test_shapes_that_no_sample_of_lengths_shows_are_exact(step):
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    assert_close([exact(X)], [step(tf.constant(X))])
+
+
 def test_groups_that_span_examples_are_whole():
     @tf.function(input_signature=[tf.TensorSpec([None, None, 2])])
     def step(x):

@@ -18,6 +18,8 @@ LENGTH = 2520
 # groups of k there are k times a prime number.
 _FEW, _MANY = range(1, 11), [*range(1048583, 11 * 1048583, 1048583), LENGTH * 2]
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
+# A shape may depend on how these end, and all three lengths may be on one side: it is unknown.
+_COMPARISONS = ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")
 # The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
 _ASSUMED, _OTHER_ASSUMED = 96, 97
 
@@ -164,7 +166,12 @@ def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
     used = {name for node in graph_def.node for name in node.input}
     used |= {f"{name}:0" for name in used if ":" not in name and not name.startswith("^")}
     inputs = {name: tensor for name, tensor in inputs.items() if name in used}
+    compared = [node for node in graph_def.node if node.op in _COMPARISONS]
+    for node in compared:
+        node.attr["_kernel"].s = b"none"  # TensorFlow finds no value of what it cannot compute.
     importer.import_graph_def(graph_def, input_map=inputs, name="")
+    for node in compared:
+        del node.attr["_kernel"]
 
 
 def _for_length(

@@ -47,8 +47,8 @@ class LabelledGraph:
         self.axes, self.bodies, self.is_body = inferred.axes, bodies, replicated is None
         self._replicated, self._zeros = {*(replicated or ())}, {*zeros}
         self.labels = dict(given)
-        # Computed of variables and constants alone, whatever their lengths are.
-        self._without_batch = {name for name, label in given.items() if label is SAME}
+        # Computed of variables, constants and ranks alone, whatever their lengths are.
+        self.without_batch = {name for name, label in given.items() if label is SAME}
         self.unbroadcast: dict[str, Any] = {}  # sums that undo a broadcast, as the rules find them
         # What the first device computes of parts or terms, or of all examples: for want of a rule,
         # or because it needs a sum, which is no loss.
@@ -62,7 +62,7 @@ class LabelledGraph:
 
     def is_constant(self, x: tf.Tensor) -> bool:
         """Return whether the length of no axis depends on the batch."""
-        if x.dtype in (tf.resource, tf.variant) or x.name in self._without_batch:
+        if x.dtype in (tf.resource, tf.variant) or x.name in self.without_batch:
             return True
         if not x.shape.is_fully_defined():
             return False
@@ -72,8 +72,8 @@ class LabelledGraph:
         labels = [self.of(x) for x in op.inputs]
         if op.type == "Identity" and op.inputs[0].name in self._zeros:
             self._zeros.add(op.outputs[0].name)
-        if op.type in _READS or all(x.name in self._without_batch for x in op.inputs):
-            self._without_batch.update(x.name for x in op.outputs)
+        if op.type in (*_READS, "Rank") or all(x.name in self.without_batch for x in op.inputs):
+            self.without_batch.update(x.name for x in op.outputs)
         found = self._by_rule(op, labels)
         if found and op.type in _rules.WITH_BODIES:  # which return the variables that they read
             self._replicated.update(x.name for x in op.outputs if x.dtype == tf.resource)

@@ -72,7 +72,7 @@ class Operation:
     def value(self, index: int) -> Any:
         """Return an input that is known before the step runs, as an array; else None."""
         x = self.inputs[index]
-        return None if is_size(self.graph.of(x)) else known(x)
+        return known(x) if x.name in self.graph.without_batch else None
 
     def attr(self, name: str) -> Any:
         return self.op.get_attr(name)
