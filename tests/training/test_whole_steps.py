@@ -153,6 +153,19 @@ def test_methods_of_a_variable_read_and_change_all_copies(method):
     assert_close([exact(X), *(copy.numpy() for copy in many.values)], [expected, one, one])
 
 
+def test_xla_compiles_a_step_that_changes_parts_of_a_variable():
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        memory = tf.Variable(tf.zeros([9, 12]))
+
+    @replica_exact
+    @tf.function(jit_compile=True)
+    def step(x):
+        memory.scatter_nd_add(tf.range(tf.shape(x)[0])[:, None], x * 2)
+
+    step(X)
+    assert_close([copy[:7] for copy in memory.values], [X * 2] * 2)
+
+
 def test_xla_compiles_a_step_that_checks_several_tensors():
     @tf.function(jit_compile=True)
     def step(x, y):
