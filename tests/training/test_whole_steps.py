@@ -203,6 +203,13 @@ def of_number(x, others, seven):
         lambda x: tf.pad(x, [[0, of_number(x, 0, 1)], [0, 0]]) * 2,
         lambda x: tf.pad(x, [[0, tf.cast(tf.unstack(tf.shape(x))[0] == 7, tf.int32)], [0, 0]]) * 2,
         lambda x: x * tf.cast(tf.shape(x[:, : of_number(x, 1, 2)] * 2)[1], tf.float32),
+        lambda x: tf.raw_ops.ImageProjectiveTransformV3(
+            images=tf.reshape(x, (-1, 2, 2, 3)),
+            transforms=tf.ones([7, 1]) * [[1.0, 0, 1, 0, 1, 0, 0, 0]],  # one for each of seven
+            output_shape=[2, 2],
+            fill_value=0.0,
+            interpolation="NEAREST",
+        ),
     ],
 )
 def test_shapes_that_no_sample_of_lengths_shows_are_exact(step):

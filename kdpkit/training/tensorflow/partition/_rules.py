@@ -244,6 +244,9 @@ def example_by_example(op: Operation) -> list[Any] | None:
     is_without_batch = op.kind.startswith(("Matrix", "Chol", "LogM", "Adjust"))
     if is_without_batch and (op.rank() or 0) < least:
         return None
+    is_listed = op.kind.startswith("Image") and op.labels[1] is SAME  # a transformation for each
+    if is_listed and op.shape(1)[0] != 1:
+        return None
     return [Split(0)] * len(op.outputs)
 
 
