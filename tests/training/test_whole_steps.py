@@ -196,6 +196,16 @@ def of_number(x, others, seven):
     return tf.where(tf.unstack(tf.shape(x))[0] == 7, seven, others)
 
 
+def gradient_of_diagonals(x):
+    """Return what a function that XLA compiles makes of diagonals, of a rank that none infers."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        images = tf.reshape(x, (-1, 2, 2, 3))
+        diagonals = tf.function(tf.linalg.diag_part, jit_compile=True)(images)
+        loss = tf.reduce_sum(diagonals**2)
+    return tape.gradient(loss, x)
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -210,6 +220,7 @@ def of_number(x, others, seven):
             fill_value=0.0,
             interpolation="NEAREST",
         ),
+        gradient_of_diagonals,
     ],
 )
 def test_shapes_that_no_sample_of_lengths_shows_are_exact(step):

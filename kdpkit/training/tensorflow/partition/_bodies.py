@@ -17,6 +17,7 @@ from kdpkit.training.tensorflow.partition._labels import (
     WHOLE,
     ListOf,
     Operation,
+    Split,
     is_divided,
     is_size,
 )
@@ -54,6 +55,11 @@ class Bodies:
         if found and not is_body:  # Others cannot read what devices count.
             pairs = zip(operation.outputs, found[1], strict=True)
             found = None if any(is_size(label) and x.consumers() for x, label in pairs) else found
+        if found and any(
+            isinstance(label, Split) and x.shape.rank is None
+            for x, label in zip(operation.outputs, found[1], strict=True)
+        ):  # Which operations on it, and joins, would be of which axis?
+            found = None
         if found is None:
             if any(map(is_divided, labels)):
                 self.failed.append(operation.op)
