@@ -55,8 +55,9 @@ def shares_of_whole(step: Any, graph: Any) -> Any:
     divided = [op for op in graph.first.get_operations() if _has_examples(graph, op.outputs)]
     total = sum(map(_work, {*divided, *whole})) or 1.0
     shares: Any = collections.Counter()
+    traced = {op.name: op for op in step.graph.get_operations()}
     for op in whole:
-        shares[f"`{op.type}`{_place(step.graph, op.name)}"] += _work(op) / total
+        shares[f"`{op.type}`{_place(traced, op.name)}"] += _work(op) / total
     return shares
 
 
@@ -82,13 +83,12 @@ def _num_entries(x: tf.Tensor) -> float:
     return float(math.prod(size or 1 for size in x.shape)) if is_number and x.shape.rank else 0.0
 
 
-def _place(traced: Any, name: str) -> str:
+def _place(traced: dict[str, tf.Operation], name: str) -> str:
     """Return the user's line that an operation comes from; of a gradient that of its operation."""
-    known = {op.name: op for op in traced.get_operations()}
     name = name.removeprefix("gradient_tape/")
-    while name and name not in known:  # what calls the function that it is in
+    while name and name not in traced:  # what calls the function that it is in
         name = name.rpartition("/")[0]
-    for frame in reversed(known[name].traceback if name else []):
+    for frame in reversed(traced[name].traceback if name else []):
         if not frame.filename.startswith((*_LIBRARIES, "<")):
             return f" at {pathlib.Path(frame.filename).name}:{frame.lineno}"
     return ""
