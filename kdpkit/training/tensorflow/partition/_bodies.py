@@ -45,7 +45,7 @@ class Bodies:
         self.failed: list[tf.Operation] = []
 
     def labels_of(self, operation: Operation) -> list[Any] | None:
-        """Label the outputs of a loop or condition; None if it is computed whole."""
+        """Label the outputs of a loop, condition or call; None if it is computed whole."""
         labels = [*operation.labels]
         is_loop, is_call = "While" in operation.kind, operation.kind.endswith("PartitionedCall")
         of_kind = self._of_loop if is_loop else self._of_call if is_call else self._of_condition
@@ -58,7 +58,7 @@ class Bodies:
         if found and any(
             isinstance(label, Split) and x.shape.rank is None
             for x, label in zip(operation.outputs, found[1], strict=True)
-        ):  # Which operations on it, and joins, would be of which axis?
+        ):  # Parts of unknown rank cannot be joined: a vector of sizes has an entry for each axis.
             found = None
         if found is None:
             if any(map(is_divided, labels)):

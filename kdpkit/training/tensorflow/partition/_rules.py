@@ -83,7 +83,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "TensorListStack": (1,),
 }
 # What they make of numbers of examples is right for other numbers, too: they move and multiply.
-# A remainder or a minimum is not, though it may be one for both lengths that are inferred.
+# A remainder or a minimum is not, though it may be one for all lengths that are inferred.
 PROPORTIONAL = kinds(
     "Identity Cast Reshape Squeeze ExpandDims Pack Unpack ConcatV2 Split SplitV StridedSlice Slice "
     "GatherV2 Mul Prod DynamicStitch BroadcastArgs"
@@ -293,7 +293,7 @@ def sum_of_squares(op: Operation) -> list[Any]:
     return [PARTIAL] * len(op.outputs)
 
 
-@rule("Sum Mean Max Min Prod All Any EuclideanNorm LogSumExp")
+@rule("Sum Mean Max Min Prod All Any EuclideanNorm")
 def reduction(op: Operation) -> list[Any] | None:
     label, value = op.labels[0], op.value(1)
     if not isinstance(label, Split):
