@@ -177,6 +177,19 @@ def test_xla_compiles_a_step_that_checks_several_tensors():
     np.testing.assert_array_equal(exact(X, labels).numpy().sum(1), [1] * 7 + [0] * 5)
 
 
+def test_a_loop_whose_result_has_no_known_rank_is_computed():
+    @tf.function
+    def step(x):
+        shapes = (tf.TensorShape([]), tf.TensorShape(None))
+        return tf.while_loop(
+            lambda i, _: i < 3, lambda i, y: (i + 1, y * 2), (0, x), shape_invariants=shapes
+        )[1]
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    np.testing.assert_allclose(exact(X), step(X))
+
+
 def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
     with strategies.select_strategy("mirrored", devices=2).scope():
         weight = tf.Variable(tf.ones([12]))
