@@ -48,7 +48,8 @@ class Resume(keras.callbacks.Callback):
         callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
             `ModelCheckpoint`, `SwapEMAWeights`, or others with `get_state()`, which returns plain
             values by name, and `set_state(values)`.
-        verbose: 1 prints a line if the run continues, 0 does not; `"auto"` is as `fit`'s `verbose`.
+        verbose: 1 prints a line if the run continues, 0 does not; `"auto"` is as `fit`'s `verbose`,
+            and 1 in a loop of your own.
 
     Raises:
         ValueError: An argument is invalid. When training begins: the state is of another model, the
@@ -187,6 +188,8 @@ class Resume(keras.callbacks.Callback):
         self._ignored_warnings.close()  # An earlier training may have failed.
         if self._data is None:
             checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+        if getattr(self.model, "history", None) is None:
+            checks.fail("`Resume` saves History: pass `add_history=True` to `CallbackList`.")
         steps, length = self.params.get("steps"), self._data.batches_per_epoch
         if (steps is None) if length is None else (steps not in (None, length)):
             checks.fail(
@@ -259,7 +262,7 @@ class Resume(keras.callbacks.Callback):
             self._end_position = position
         if not (self._is_current and self._data.counts_calls):
             self._data.move_to(self._position_in_data(position))
-        verbose = self.params.get("verbose") if self.verbose == "auto" else self.verbose
+        verbose = self.params.get("verbose", 1) if self.verbose == "auto" else self.verbose
         if verbose and processes.index() == 0 and not (is_over or self._is_current):
             sys.stdout.write(
                 f"Continuing the run in {self._checkpoints.directory}: epoch {position.epoch + 1} "
