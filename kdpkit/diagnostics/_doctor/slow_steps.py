@@ -92,7 +92,8 @@ def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Fi
 def _of_division(model: Any, batch: Any) -> Iterator[Finding]:
     from kdpkit.training.tensorflow import _fit  # which loads TensorFlow
 
-    if problem := _fit.whole_of(model, batch):
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    if problem := _fit.whole_of(model, keras.utils.pack_x_y_sample_weight(*parts)):  # as in `fit`
         remedy = "Write it with operations that compute each example by itself, or leave it so."
         yield Finding("division", "slow", model.name, problem, remedy)
 
