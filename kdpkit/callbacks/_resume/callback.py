@@ -187,7 +187,10 @@ class Resume(keras.callbacks.Callback):
         """Find the newest state, and restore it if it is of the end of an epoch."""
         self._ignored_warnings.close()  # An earlier training may have failed.
         if self._data is None:
-            checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+            checks.fail(
+                "`Resume` does not know the dataset; train on `resume.track(dataset)`. Of arrays "
+                "`kdpkit.batches.ArrayBatches` makes a dataset (docs/how_to/resume.md)."
+            )
         if getattr(self.model, "history", None) is None:
             checks.fail("`Resume` saves History: pass `add_history=True` to `CallbackList`.")
         steps, length = self.params.get("steps"), self._data.batches_per_epoch
