@@ -18,7 +18,6 @@ ON_JAX = {
     "remat": ["tests/training/test_remat.py"],
     "diagnostics": [
         "tests/diagnostics/test_arrays.py",
-        "tests/diagnostics/test_largest_batch.py",
         "tests/diagnostics/test_memory_plan.py",
         "tests/diagnostics/test_plan.py",
         "tests/diagnostics/test_slow_steps.py",

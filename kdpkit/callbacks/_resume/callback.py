@@ -77,6 +77,7 @@ class Resume(keras.callbacks.Callback):
         verbose: int | str = "auto",
     ) -> None:
         super().__init__()
+        checks.backend("`Resume`", "tensorflow", "jax")
         if save_freq != "epoch":
             if isinstance(save_freq, str):
                 checks.fail(
@@ -109,8 +110,6 @@ class Resume(keras.callbacks.Callback):
         self._position = Position(0, 0)  # where training is once its present step has ended
         self._saved_position: Position | None = None
         self._unsaved = 0  # batches since the last save, of earlier epochs too
-        self._restored_state: checkpoints.TrainingState | None = None  # until its first step
-        self._torch_random_state: dict[str, Any] = {}  # after the last step
 
     def track(self, dataset: Any) -> Any:
         """Return a dataset to train on instead of this one, which can start at any batch.
@@ -339,7 +338,7 @@ class Resume(keras.callbacks.Callback):
             # Not before: `LearningRateScheduler` and others set the rate when an epoch begins, and
             # the state has the rate that this epoch had reached.
             self._restore(state)
-            self._steps_before, self._restored_state = state.position.step, state
+            self._steps_before = state.position.step
             # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
             self._ignored_warnings.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -376,9 +375,6 @@ class Resume(keras.callbacks.Callback):
         if position.step >= self._steps_per_epoch:
             # docs/upstream/keras_begins_a_batch_too_many.py: this ends the epoch for Keras.
             raise StopIteration
-        if self._restored_state:  # Only now, because torch's `DataLoader` draws before.
-            model_state.restore_torch_random_state(self._restored_state.arrays)
-            self._restored_state = None
         if batch and not self._data.was_read:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         if self._data.batches_per_epoch is not None:
@@ -393,11 +389,6 @@ class Resume(keras.callbacks.Callback):
         end = min(position.step + steps, self._steps_per_epoch)
         self._position = Position(position.epoch, end)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the state of torch's random numbers, before a `DataLoader` of a validation draws."""
-        if self._position.step >= self._steps_per_epoch:
-            self._torch_random_state = model_state.torch_random_state()
-
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save an epoch that a callback cut short, before its validation resets the metrics."""
         if self._has_begun and self.model.stop_training:  # An `evaluate` may use this callback.
@@ -411,7 +402,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._ignored_warnings.close()
-        model_state.restore_torch_random_state(self._torch_random_state)
         stops = self._stop.is_due(self._strategy, at_once=True)
         if self._position.step >= self._steps_per_epoch:
             is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]

@@ -256,8 +256,8 @@ def _of_batch(
         )
         enough = 2 ** math.ceil(math.log2(examples * least / flops))
         remedy = (
-            f"Use batches of {enough:,} examples, and a learning rate for these "
-            "(`kdpkit.scaling`); `kdpkit.diagnostics.largest_batch` finds how many fit."
+            f"Use batches of {enough:,} examples, or as many as fit, and a learning rate for these "
+            "(`kdpkit.scaling`)."
         )
         yield Finding("small-batch", "slow", model.name, problem, remedy)
 
