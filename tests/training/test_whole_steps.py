@@ -54,6 +54,18 @@ def test_a_step_that_is_divided_says_nothing(capsys):
     assert "kdpkit" not in capsys.readouterr().err
 
 
+def test_tensors_that_nothing_compares_are_all_divided(capsys):
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        kernel = tf.Variable(tf.ones([12, 8]))
+
+    @replica_exact
+    def step(x, y):
+        return tf.reduce_mean(x @ kernel), tf.reduce_mean(tf.sin(y @ kernel))
+
+    step(X, X * 2)
+    assert "kdpkit" not in capsys.readouterr().err
+
+
 class OfOneLength(keras.Model):
     """Its Python needs the number of examples."""
 
@@ -190,17 +202,20 @@ def test_a_loop_whose_result_has_no_known_rank_is_computed():
     np.testing.assert_allclose(exact(X), step(X))
 
 
-def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_operation_on_one_copy_of_a_variable_is_one_sentence(times):
     with strategies.select_strategy("mirrored", devices=2).scope():
         weight = tf.Variable(tf.ones([12]))
 
     @replica_exact
     def step(x):
         loss = tf.reduce_mean(x * weight)
-        tf.raw_ops.AssignAddVariableOp(resource=weight.handle, value=tf.ones([12]))
+        for _ in tf.range(times) if times > 1 else range(1):  # a loop of TensorFlow, or none
+            tf.raw_ops.AssignAddVariableOp(resource=weight.handle, value=tf.ones([12]))
         return loss
 
-    with pytest.raises(ValueError, match=r"AssignAddVariableOp.*Use the variable's methods"):
+    operation = "AssignAddVariableOp" if times == 1 else "While"
+    with pytest.raises(ValueError, match=rf"{operation}.*Use the variable's methods"):
         step(X)
 
 

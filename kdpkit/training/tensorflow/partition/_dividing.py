@@ -66,6 +66,8 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     graph_def, outputs = step.graph_def, step.outputs
     devices = dict.fromkeys((node.name for node in graph_def.node), 0)
     _keep(step)
+    if step.makes_variables:
+        return _imported(graph_def, values, outputs, step.structure)
     if mesh.num_parts > 1:
         try:
             writer, names = written(step, mesh, copies)
@@ -156,12 +158,10 @@ def _with_copies(step: Any, variables: dict[int, Any]) -> tuple[dict[str, Any], 
 def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any]) -> None:
     """Raise where an operation of the user's changes one device's copy of a variable alone."""
     changed = {
-        id(values[node.input[0]]): node
+        id(values[name]): node
         for node in step.graph_def.node
-        if node.op.startswith(("Assign", "Resource"))
-        and node.op not in _rules.READS
-        and node.input
-        and node.input[0] in values
+        for name in _changed_by(node)
+        if name in values
     }
     for first, *others in copies.values():
         node = changed.get(id(values[first]))
@@ -171,6 +171,15 @@ def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any
                 operation=f"{node.op} ({node.name})",
                 remedy="Use the variable's methods, `assign`, `assign_add` and `assign_sub`.",
             )
+
+
+def _changed_by(node: Any) -> Sequence[str]:
+    """Return which variables a node changes, by itself or in a loop or condition."""
+    if node.op in _rules.WITH_BODIES:
+        only_read = node.attr["_read_only_resource_inputs"].list.i
+        return [name for i, name in enumerate(node.input) if i not in only_read]
+    is_change = node.op.startswith(("Assign", "Resource")) and node.op not in _rules.READS
+    return node.input[:1] if is_change else ()
 
 
 def _keep(step: Any) -> None:
