@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
-from kdpkit.training.tensorflow._keras_internals import FuncGraph, importer, next_turn
+from kdpkit.training.tensorflow._keras_internals import FuncGraph, import_graph_def, next_turn
 from kdpkit.training.tensorflow.partition import _inference, _report, _rules, _stages, _traced_step
 from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._exchanges import TURN
@@ -199,9 +199,7 @@ def _imported(
     values = {name: graph.capture(x) for name, x in values.items() if name in read | {*outputs}}
     computed = [name for name in outputs if name and name not in values]
     needed = {name: x for name, x in values.items() if name in read}
-    found = importer.import_graph_def(
-        graph_def, input_map=needed, return_elements=computed, name="divided"
-    )
+    found = import_graph_def(graph_def, input_map=needed, return_elements=computed, name="divided")
     tensors = values | dict(zip(computed, found, strict=True))
     leaves = tf.nest.flatten(structure, expand_composites=True)
     results = []

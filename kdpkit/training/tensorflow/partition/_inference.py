@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._keras_internals import handle_data_util, importer
+from kdpkit.training.tensorflow._keras_internals import handle_data_util, import_graph_def
 
 # Many programs split a batch into groups: every number up to 10 divides it.
 LENGTH = 2520
@@ -177,7 +177,7 @@ def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
     compared = [node for node in graph_def.node if node.op in _COMPARISONS]
     for node in compared:
         node.attr["_kernel"].s = b"none"  # TensorFlow finds no value of what it cannot compute.
-    importer.import_graph_def(graph_def, input_map=inputs, name="")
+    import_graph_def(graph_def, input_map=inputs, name="")
     for node in compared:
         del node.attr["_kernel"]
 
