@@ -17,6 +17,7 @@ LENGTH = 2520
 # needs groups of k there are k, or k times a prime number: the largest of which a step's numbers,
 # with all that belongs to an example, can be counted.
 _FEW, _PRIMES = range(1, 11), (1048583, 65537, 7919)
+_SEVERAL = 11
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # A shape may depend on how these end, and all three lengths may be on one side: it is unknown.
 _COMPARISONS = ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")
@@ -73,7 +74,10 @@ def _inferred(step: Any, placeholders: dict[str, Any], assumed: int | None) -> I
     longer, second = _of_more(graph_for)
     axes = axes_of(first, second, longer)
     if few:
-        axes = {name: i for name, i in axes.items() if _has_examples(name, i, first, *few)}
+        axes, unknown = _compared(axes, first, *few)
+        # One example and an unknown length may be a broadcast, and several are none.
+        if unknown and (several := _if_possible(graph_for, _SEVERAL * few[0])):
+            axes |= _compared(unknown, first, _SEVERAL * few[0], several)[0]
     if assumed and (other := _if_possible(graph_for, LENGTH, _OTHER_ASSUMED)):
         axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
     return Inferred((first, second), batch, axes, bool(assumed), longer)
@@ -91,14 +95,22 @@ def _of_more(graph_for: Callable[..., Any]) -> tuple[int, Any]:
     return 2 * LENGTH, graph_for(2 * LENGTH)
 
 
-def _has_examples(name: str, axis: int, first: Any, length: int, graph: Any) -> bool:
-    """Return whether an axis, and no other, counts the examples of a batch of another length."""
-    x, y = (g.get_tensor_by_name(name).shape for g in (first, graph))
-    if y.rank is None:
-        return True
-    if y.rank != x.rank or y[axis] is None or y[axis] * LENGTH != x[axis] * length:
-        return False
-    return all(i == axis or a == b for i, (a, b) in enumerate(zip(x, y, strict=True)))
+def _compared(
+    axes: dict[str, int], first: Any, length: int, graph: Any
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the axes that count the examples of a batch of another length, and those that may."""
+    are_so: dict[str, int] = {}
+    may_be_so: dict[str, int] = {}
+    for name, axis in axes.items():
+        x, y = (g.get_tensor_by_name(name).shape for g in (first, graph))
+        if y.rank is None:
+            are_so[name] = axis
+        elif y.rank == x.rank and y[axis] is None:
+            may_be_so[name] = axis
+        elif y.rank == x.rank and y[axis] * LENGTH == x[axis] * length:
+            others = (i == axis or a == b for i, (a, b) in enumerate(zip(x, y, strict=True)))
+            are_so |= {name: axis} if all(others) else {}
+    return are_so, may_be_so
 
 
 def _is_multiple(name: str, axis: int, graph: Any) -> bool:
