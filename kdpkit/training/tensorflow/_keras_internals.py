@@ -31,7 +31,7 @@ from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
 from tensorflow.python.framework.ops import uid as uid
 from tensorflow.python.ops import collective_ops, gen_resource_variable_ops
 from tensorflow.python.ops import handle_data_util as handle_data_util
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 
 from kdpkit._internal import optimizers, versions
 

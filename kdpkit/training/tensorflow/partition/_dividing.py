@@ -41,9 +41,17 @@ def run_divided(
     except Exception as error:
         if isinstance(error, errors.InputError) or _traced_step.length_of(batch) is None:
             raise
+        outputs = function(batch)
         warnings.warn(_why_whole(error), stacklevel=2)
-        return function(batch)
-    return _computed(mesh, step, variables, jit=jit)
+        return outputs
+    try:
+        return _computed(mesh, step, variables, jit=jit)
+    except _WholeError as whole:
+        return _computed_whole(step, lambda: function(batch), whole.__cause__)
+
+
+class _WholeError(Exception):
+    """A step is not divided; the cause is why it cannot be."""
 
 
 @contextlib.contextmanager
@@ -67,13 +75,12 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     devices = dict.fromkeys((node.name for node in graph_def.node), 0)
     _keep(step)
     if step.makes_variables:
-        return _imported(graph_def, values, outputs, step.structure)
+        raise _WholeError
     if mesh.num_parts > 1:
         try:
             writer, names = written(step, mesh, copies)
         except ValueError as error:  # TensorFlow's, of shapes
-            warnings.warn(_why_whole(error), stacklevel=2)
-            return _imported(graph_def, values, outputs, step.structure)
+            raise _WholeError from error
         total = _length_of_all(values, names)
         values |= numbers_of_examples(parts_of(total, mesh.num_parts, mesh.local))
         if mesh.num_processes > 1:
@@ -86,10 +93,22 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     return _imported(graph_def, values, outputs, step.structure)
 
 
-def _why_whole(error: Exception) -> str:
+def _computed_whole(step: Any, trace: Callable[[], Any], reason: BaseException | None) -> Any:
+    """Compute a step on one device, or trace it again where it does not work for its batch."""
+    values = {name: outer for name, (outer, _) in step.inputs.items()}
+    try:
+        outputs = _imported(step.graph_def, values, step.outputs, step.structure)
+    except ValueError:
+        return trace()  # This raises where the user's line is.
+    if reason:
+        warnings.warn(_why_whole(reason), stacklevel=2)
+    return outputs
+
+
+def _why_whole(error: BaseException) -> str:
     return (
         "One device computes the step for all examples, because it does not work for batches of "
-        f"any length: {checks.reason_of(error)}"
+        f"any length: {checks.reason_of(error)} Of any batch `tf.shape(x)[0]` is the length."
     )
 
 
