@@ -139,3 +139,13 @@ def test_a_loop_of_ones_own_prints_where_it_continues(tmp_path, capsys):
     assert not capsys.readouterr().out
     epoch(1)
     assert "epoch 2 of 2, after 0 of" in capsys.readouterr().out
+
+
+def test_a_loop_whose_model_has_no_optimizer_is_warned(tmp_path):
+    resume, model = Resume(tmp_path), testing.tiny_classifier()
+    data = resume.track(batches())
+    hooks = keras.callbacks.CallbackList(
+        [resume], add_history=True, model=model, epochs=1, steps=len(data)
+    )
+    with pytest.warns(UserWarning, match=r"has no optimizer.*`model\.compile`"):
+        hooks.on_train_begin()

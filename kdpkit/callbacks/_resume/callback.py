@@ -192,6 +192,12 @@ class Resume(keras.callbacks.Callback):
             )
         if getattr(self.model, "history", None) is None:
             checks.fail("`Resume` saves History: pass `add_history=True` to `CallbackList`.")
+        if not optimizers.all_of(self.model):
+            warnings.warn(
+                "The model has no optimizer: what only your loop holds is not saved. Pass it to "
+                "`model.compile`, or make it an attribute of the model.",
+                stacklevel=2,
+            )
         steps, length = self.params.get("steps"), self._data.batches_per_epoch
         if (steps is None) if length is None else (steps not in (None, length)):
             checks.fail(

@@ -20,6 +20,7 @@ _MOST_PLACES = 3
 _LIBRARIES = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("stdlib"),
+    sysconfig.get_path("scripts"),
     str(pathlib.Path(kdpkit.__file__).parent),
 )
 _reported: set[str] = set()
