@@ -95,6 +95,8 @@ def inlined(function: Any) -> Any:
         with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED, options=options):
             return converted(*args, **kwargs)
 
+    functools.update_wrapper(call, python, updated=())  # its name is in TensorFlow's warnings
+    del call.__wrapped__  # type: ignore[attr-defined]  # its signature stays that of any arguments
     return call
 
 

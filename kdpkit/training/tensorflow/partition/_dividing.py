@@ -119,7 +119,7 @@ def sentence_of_whole(function: Callable[[Any], Any], batch: Any, variables: dic
         _, graph, _ = labelled(step, _with_copies(step, variables)[1])
     except ValueError as error:
         return _why_whole(error)
-    return _report.sentence_of(step, graph)
+    return _report.sentence_of(_report.shares_of_whole(step, graph))
 
 
 def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]:

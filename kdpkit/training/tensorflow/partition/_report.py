@@ -23,20 +23,20 @@ _LIBRARIES = (
     sysconfig.get_path("scripts"),
     str(pathlib.Path(kdpkit.__file__).parent),
 )
-_reported: set[str] = set()
+_reported: set[frozenset[str]] = set()  # what was said, of a step of any length
 
 
 def report(step: Any, graph: Any) -> None:
     """Say once which operations of a step are computed whole, if they are some of its work."""
-    sentence = sentence_of(step, graph)
-    if sentence and sentence not in _reported:
-        _reported.add(sentence)
+    shares = shares_of_whole(step, graph)
+    sentence, places = sentence_of(shares), frozenset(shares)
+    if sentence and places not in _reported:
+        _reported.add(places)
         sys.stderr.write(f"kdpkit: {sentence}\n")
 
 
-def sentence_of(step: Any, graph: Any) -> str:
+def sentence_of(shares: Any) -> str:
     """Return a sentence about what is computed whole; none if that is hardly any work."""
-    shares = shares_of_whole(step, graph)
     if sum(shares.values()) < _LEAST:
         return ""
     places = ", ".join(
