@@ -194,7 +194,7 @@ def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any
 
 def _changed_by(node: Any) -> Sequence[str]:
     """Return which variables a node changes, by itself or in a loop or condition."""
-    if node.op in _rules.WITH_BODIES:
+    if "_read_only_resource_inputs" in node.attr:
         only_read = node.attr["_read_only_resource_inputs"].list.i
         return [name for i, name in enumerate(node.input) if i not in only_read]
     is_change = node.op.startswith(("Assign", "Resource")) and node.op not in _rules.READS
