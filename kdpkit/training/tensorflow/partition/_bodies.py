@@ -51,21 +51,12 @@ class Bodies:
         of_kind = self._of_loop if is_loop else self._of_call if is_call else self._of_condition
         are_known = not any(label in (WHOLE, SIZE) for label in labels)
         found = of_kind(operation, labels) if are_known else None
-        is_body = operation.graph.is_body
-        if found and not is_body:  # Others cannot read what devices count.
-            pairs = zip(operation.outputs, found[1], strict=True)
-            found = None if any(is_size(label) and x.consumers() for x, label in pairs) else found
-        if found and any(
-            isinstance(label, Split) and x.shape.rank is None
-            for x, label in zip(operation.outputs, found[1], strict=True)
-        ):  # Parts of unknown rank cannot be joined: a vector of sizes has an entry for each axis.
-            found = None
-        if found is None:
+        if found is None or not _can_be_read(operation, found[1]):
             if any(map(is_divided, labels)):
                 self.failed.append(operation.op)
             return None
         inputs, outputs = found
-        if not is_body:
+        if not operation.graph.is_body:
             self.inputs[operation.op.name] = inputs
         return outputs if any(map(is_divided, [*inputs, *outputs])) else None
 
@@ -167,6 +158,16 @@ class Bodies:
         graph = LabelledGraph(inferred, given, self, zeros=[inputs[i] for i in zeros])
         needs_others = graph.whole or WHOLE in graph.labels.values()
         return None if needs_others else [graph.labels.get(name, SAME) for name in outputs]
+
+
+def _can_be_read(operation: Operation, labels: Sequence[Any]) -> bool:
+    """Return whether others can use what each device has of the outputs."""
+    for x, label in zip(operation.outputs, labels, strict=True):
+        if isinstance(label, Split) and x.shape.rank is None:
+            return False  # A vector of sizes has an entry for each axis, where parts are joined.
+        if is_size(label) and x.consumers() and not operation.graph.is_body:
+            return False  # Each device counts its own examples.
+    return True
 
 
 def _joined(before: Any, after: Any, is_zero: bool) -> Any:
