@@ -82,9 +82,7 @@ def assert_same(ours, theirs, rtol=1e-5, atol=2e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "count"), [(masked, 3), (causal, 3), (untied, 1), (untied, 3), (dense, 3)]
-)
+@pytest.mark.parametrize(("build", "count"), [(masked, 3), (causal, 3), (untied, 1), (dense, 3)])
 def test_fit_trains_what_it_trains_with_all_logits(build, count, capfd):
     ours = trained(count, build, chunk_size=10)
     assert "kdpkit: " not in capfd.readouterr().err
@@ -151,9 +149,8 @@ def test_steps_that_need_something_else_get_one_sentence(loss, metrics, labels, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_other_settings_of_compile(policy):
-    keras.config.set_dtype_policy(policy)
+def test_other_settings_of_compile():
+    keras.config.set_dtype_policy("mixed_float16")
     try:
         settings = {"jit_compile": True, "steps_per_execution": 2}
         ours, theirs = (trained(1, dense, chunk_size=size, **settings) for size in (8, None))
