@@ -18,7 +18,6 @@ from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
 from tests.training import exactness
 from tests.training.exactness import ON_JAX, assert_close, assert_same_weights, cross_entropy
-from tests.training.programs import CustomStep, network
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 NO_EXAMPLES = "last batch of one example: replicas without examples"
@@ -261,30 +260,6 @@ def test_a_step_that_is_set_on_the_model_afterwards_sees_the_global_batch():
     model.train_step = lambda data: {"examples": tf.shape(data[0])[0]}
     logs = model.fit(X, Y, batch_size=9, verbose=0).history
     assert logs == {"examples": [9]}
-
-
-class Stepping(CustomStep):
-    """Has an optimizer that is no attribute of it."""
-
-    def __init__(self, optimizer):
-        super().__init__(network(3, inputs=4))
-        self.apply_gradients = optimizer.apply_gradients
-
-    def update(self, tape, loss):
-        weights = self.trainable_variables
-        self.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-
-
-@pytest.mark.tensorflow
-def test_an_optimizer_of_another_scope_that_nobody_holds_is_one_sentence():
-    optimizer = keras.optimizers.SGD()
-    with mirrored(2).scope():
-        model = replica_exact(Stepping(optimizer))
-        model.compile()
-    with pytest.raises(
-        ValueError, match=r"optimizer `(?i:sgd)\w*` was made outside the strategy's scope"
-    ):
-        model.fit(X, Y, batch_size=9, verbose=0)
 
 
 @pytest.mark.tensorflow
@@ -538,13 +513,6 @@ def test_a_schedule_is_asked_once_a_step():
 
 
 # Bad input.
-
-
-def test_what_is_no_model_raises():
-    with pytest.raises(
-        ValueError, match="a function of a global batch. Received: model_or_function=3"
-    ):
-        replica_exact(3)
 
 
 @pytest.mark.tensorflow
