@@ -103,7 +103,6 @@ def distributing(strategy):
 
 
 def trained(program, leg=None, *callbacks, resume=None):
-    """Train with a "plateau", a "schedule" or an "own step"; return the result."""
     here = {"process_count": processes.count(), "process_index": processes.index()}
     strategy, rate = strategy_of(leg), 0.1
     if program == "schedule":
@@ -179,7 +178,6 @@ class Ending(keras.callbacks.Callback):
 
 
 def lived(program, leg, directory, *, seconds_a_step=0.0):
-    """Live through a leg in this process; return its result."""
     learning = callbacks_of(program)
     resume = Resume(directory, save_freq=leg.save_freq, callbacks=learning)
     ending = Ending(leg, resume, seconds_a_step)
@@ -198,7 +196,6 @@ def lived_here(program, leg, directory):
 
 
 def lived_by_children(program, leg, directory):
-    """Live through a leg in processes of its own."""
     what = {"program": program, "leg": dataclasses.asdict(leg), "directory": str(directory)}
     command = [sys.executable, "-m", "tests.elastic", json.dumps(what)]
     code = launch.launch(command, workers=leg.processes)
@@ -209,7 +206,6 @@ def lived_by_children(program, leg, directory):
 
 
 def main():
-    """Live through a leg as one of the processes that are launched."""
     settings = json.loads(sys.argv[1])
     leg = Leg(**settings["leg"])
     testing.use_logical_cpus(leg.replicas * leg.model // leg.processes)
@@ -227,7 +223,6 @@ def main():
 
 
 def lived_all(program, legs, directory):
-    """Live through all legs; return the result of the last one, which is of this process."""
     for leg in legs:
         live = lived_by_children if leg.processes else lived_here
         found = live(program, leg, directory)

@@ -43,13 +43,11 @@ REPOSITORY = "https://github.com/kdpkit/kdpkit/blob/main/"
 
 
 def blocks(page, language):
-    """Return title and text of a page's blocks."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
     return [(title, text) for name, title, text in found if name == language]
 
 
 def programs():
-    """Return command and text of every program, by name."""
     found = {}
     for page in [page for page in DOCS if page != ERRORS]:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
@@ -89,7 +87,6 @@ REPEATING = (  # others show nearly the same, or have tests of their own
 
 
 def run(command, folder, fails_with):
-    """Run a command with the Python of the tests; it works, or fails with a message."""
     variables = dict.fromkeys(("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS"))
     words = shlex.split(command)
     while "=" in words[0]:
@@ -141,7 +138,6 @@ def test_pages_have_programs_and_no_other_titles():
 
 
 def of_programs(*, here):
-    """Give names of programs as a test's parameters."""
     for name, (command, _) in PROGRAMS.items():
         kind, _, message = command.partition(FAILS)
         # On JAX stock `fit` works once `replica_exact` was used in the process.
@@ -183,7 +179,6 @@ def test_a_program_of_a_page_runs(name, tmp_path):
 
 
 def anchors(page):
-    """Return the anchors of a page's headings."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = [
         re.sub(r"`|\[|\]\([^)]*\)", "", line) for line in re.findall(r"^#+ (.*)$", text, re.M)
@@ -223,7 +218,6 @@ def test_a_broken_link_would_be_seen(tmp_path):
 
 
 def commands():
-    """Return every call of `kdpkit` in the shell blocks, without what follows `--`."""
     shell = [text for page in PAGES for _, text in blocks(page, "bash")]
     lines = "".join(shell).replace("\\\n", "").splitlines()
     calls = [re.search(r"(?:^|\s)kdpkit (\S.*)$", line) for line in lines]
@@ -270,7 +264,6 @@ def test_every_page_is_in_the_menu_of_the_site_or_is_for_those_who_change_kdpkit
 
 
 def public_names(module):
-    """Return the names in the `__all__` of a module, from its source."""
     folder = ROOT / "kdpkit" / module
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     listed = re.search(r"^__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.M | re.S)
@@ -279,7 +272,6 @@ def public_names(module):
 
 
 def unused_names(names, text):
-    """Return the names, as `module.name`, that a text does not use."""
     unused = []
     for name in names:
         module, _, attribute = name.partition(".")

@@ -125,7 +125,6 @@ def strict(content):
 
 
 def trained(flags, *, epochs=2):
-    """Train and record; return the results, and what the file held at the end of each epoch."""
     args = parser(epochs=epochs).parse_args(list(map(str, flags)))
     mirrored = strategy("mirrored", 2)
     plan = experiment.plan_from(args, mirrored)

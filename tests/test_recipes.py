@@ -34,7 +34,6 @@ AS_WELL = {"lm": ("--remat",)}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text file of lines long enough to train on."""
     random = np.random.default_rng(0)
     sentences = (" ".join(random.choice(WORDS, 9)).capitalize() + "." for _ in itertools.count())
     lines = (" ".join(itertools.islice(sentences, 3)) for _ in range(300))
@@ -45,7 +44,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A file of 200 small images, of which the last batch is uneven."""
     arrays, random = {}, np.random.default_rng(0)
     for split, count in (("train", 203), ("test", 19)):
         pictures = random.integers(0, 256, (count, 12, 12)).astype("uint8")
@@ -72,7 +70,6 @@ def saved_bert(directory, bias=0.0):
 
 @pytest.fixture(scope="module")
 def train(text, images, tmp_path_factory):
-    """Run a recipe in this process, small; return what it returns."""
     preset = saved_bert(tmp_path_factory.mktemp("preset") / "bert")
 
     def train(name, *flags):
@@ -87,7 +84,6 @@ def train(text, images, tmp_path_factory):
 
 @contextlib.contextmanager
 def watching(callback):
-    """Add a callback to those of every recipe."""
     usual = callbacks.training_callbacks
     with pytest.MonkeyPatch.context() as patch:
         more = lambda *given, **settings: [*usual(*given, **settings), callback]  # noqa: E731

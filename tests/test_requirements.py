@@ -15,7 +15,6 @@ RELEASES = {"packaging": r"\d+\.\d+"}  # the first of a series has two numbers
 
 
 def lower_bounds():
-    """Return the lower bound of every package that users install, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(bound for name in FOR_USERS for bound in extras[name])]
@@ -31,7 +30,6 @@ def lower_bounds():
 
 
 def pins():
-    """Return the versions that `.ci/environment oldest` installs, by name."""
     printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
     return dict(line.split("==") for line in printed.stdout.splitlines())
 

@@ -48,7 +48,6 @@ def of_unknown_length(batches):
 
 
 def watching(directory):
-    """Callbacks that write into a directory that all processes use."""
     by_orbax = [keras.callbacks.OrbaxCheckpoint(str(directory / "orbax"))] if HAS_ORBAX else []
     return [
         *by_orbax,
@@ -105,7 +104,6 @@ def by_step(strategy):
 
 
 def disagreements(strategy, model):
-    """Train on data that are not the same in all processes; return the sentences."""
     index = processes.index()
     with strategy.scope():
         other = testing.tiny_classifier()

@@ -80,7 +80,6 @@ HOOKS = {
 
 
 def lived(name, directory, stop=None, **settings):
-    """Run a program from its beginning; return what it ends with, or None if it is stopped."""
     keras.utils.set_random_seed(0)
     directory.mkdir(exist_ok=True)
     learning = LEARNING[name](directory)
@@ -244,7 +243,6 @@ def test_tracked_batches_can_be_copied_and_pickled(tmp_path):
 
 @contextlib.contextmanager
 def shown_together():
-    """Write stdout and stderr to one text, as a terminal shows them."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         yield text

@@ -129,7 +129,6 @@ def run(
     fit=None,
     **settings,
 ):
-    """Train until `stop` or the end of three epochs; return the model and its last rate."""
     keras.backend.clear_session()  # Names of layers count from 0, as in a new process.
     keras.config.set_dtype_policy(policy)
     compiled = {"loss": "mse", "metrics": ["mae"], "run_eagerly": True} | settings
@@ -158,7 +157,6 @@ def is_schedule(callback):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that returns the directory of a stopped program; each is run once."""
     directories = {}
 
     def of(name, settings):
@@ -292,7 +290,6 @@ RAISES = {
 
 
 def started_again(table, change, saved, directory):
-    """Run a changed program on a copy of the state that it had before; return what it ends with."""
     where, before, changed, sentence = table[change]
     of_case = saved((where, table is USED, change) if before else where, before | FIRST[where])
     shutil.copytree(of_case, directory / "run")

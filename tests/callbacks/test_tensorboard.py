@@ -19,7 +19,6 @@ from .falling_weight import SetRate, falling_weight, ones, straight_decay
 
 
 def scalars(directory):
-    """Read the event files of one run: tag -> {step: value}."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 

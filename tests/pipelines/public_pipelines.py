@@ -122,7 +122,6 @@ FIT = {"epochs": 3, "steps_per_epoch": 50}
 
 
 def folder(count=40):
-    """Make images in a folder for each of two classes, for readers of folders."""
     root = Path(tempfile.mkdtemp(prefix="kdpkit-images-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     for number in range(count):
@@ -148,7 +147,6 @@ def images(label_mode="int", **settings):
 
 
 def of_pairs(first, second):
-    """Mix two batches of examples, as MixUp does."""
     return tuple((a + tf.cast(b, a.dtype)) / 2 for a, b in zip(first, second, strict=True))
 
 

@@ -54,12 +54,10 @@ class DividedStep:
         return {op.type for op in self.writer.graph.whole}
 
     def returned(self, found):
-        """Return what the step returns, of every tensor that was found."""
         return [found[name] for name in self.traced.outputs]
 
     @functools.cached_property
     def on_one_device(self):
-        """Return a function of a batch that returns every tensor, by its name."""
         return self._run(self.traced.graph_def, self.names, lambda values: values)
 
     @functools.cached_property
@@ -99,7 +97,6 @@ def _array(tensor):
 
 
 def differing(one, many):
-    """Return the names of tensors that differ by more than rounding."""
     return [
         name
         for name, x in one.items()

@@ -312,8 +312,6 @@ def net():
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches of four examples, the last one of three."""
-
     def __len__(self):
         return 3
 
@@ -402,8 +400,6 @@ def test_a_model_with_averaged_weights_goes_on_after_fit():
 
 
 class Failing(Batches):
-    """Has two batches, then an error."""
-
     def __getitem__(self, index):
         if index == 2:
             raise OSError("the disk is gone")

@@ -58,8 +58,6 @@ REPEATING = ("Bert", "Gemma3", "Mixtral", "DebertaV3", "Albert", "Whisper")
 
 
 class LanguageModel(keras.Model):
-    """Predicts tokens with a backbone of KerasHub."""
-
     def __init__(self, family):
         super().__init__()
         import keras_hub

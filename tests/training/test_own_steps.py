@@ -48,7 +48,6 @@ class Trainer:
         return {"loss": loss, "logits": logits}
 
     def trained(self, step, strategy=None):
-        """Train and evaluate; return all numbers that come out."""
         with strategy.scope() if strategy else contextlib.nullcontext():
             outputs = [step(x, y, weight=tf.constant(0.5)) for x, y in BATCHES]
             outputs += [step(X[:1], Y[:1], weight=2.0), step(X[:7], Y[:7], False)]
@@ -218,7 +217,6 @@ def test_what_cannot_be_exact_raises_one_sentence():
 
 
 def run(name, replicas):
-    """Return the variables before and after the training, and what the steps have returned."""
     keras.utils.set_random_seed(0)
     with mirrored(replicas).scope() if replicas else contextlib.nullcontext():
         loop = own_loops.LOOPS[name](replica_exact if replicas else tf.function)

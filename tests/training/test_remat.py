@@ -75,7 +75,6 @@ def nested():
 
 
 def trained(devices, build, *, is_remat, **settings):
-    """Train a model by `fit` on one device as Keras does, or exactly on several."""
     building, training_scope = scopes(None if devices == 1 else devices)
     with building:
         model = seeded(build)()

@@ -31,7 +31,6 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def data():
-    """Return uneven batches: three of 20, 20 and 12 examples."""
     return ArrayBatches((X, Y), global_batch_size=20, remainder="keep", seed=3)
 
 
@@ -73,8 +72,6 @@ def tracked(resume):
 
 
 class OwnStep(keras.Sequential):
-    """Trains as the guide of Keras to custom steps on JAX does."""
-
     def compute(self, trainable, others, x, y):
         predictions, others = self.stateless_call(trainable, others, x, training=True)
         return CROSS_ENTROPY(y, predictions), others

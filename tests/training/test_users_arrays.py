@@ -27,8 +27,6 @@ def arrays():
 
 
 class Views(keras.utils.PyDataset):
-    """Batches that are views of arrays."""
-
     def __init__(self, x, y):
         super().__init__()
         self.x, self.y = x, y
