@@ -41,17 +41,10 @@ LAST, SIGKILL_ALL = "last", "SIGKILL to all"
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """One life of a run.
+    """One life of a run, which ends at a step of it, or after "SIGKILL" so many seconds.
 
-    Args:
-        replicas: Those of all processes.
-        end: "SIGTERM", "request", "error", "SIGKILL", `SIGKILL_ALL`, or `LAST`.
-        at: The step of this leg at which it ends, or after "SIGKILL" the seconds after its first.
-        processes: Those that are launched and train together, of which the end happens to the last
-            one, or to all; 0 is this process.
-        shard: As in `sharding.DataParallel`, on JAX.
-        model: How many devices of each replica share the model, on JAX.
-        save_freq: As in `Resume`.
+    So many `processes` are launched, of which the end happens to the last one, or to all; 0 is
+    this process. On JAX so many devices of each replica share the `model`.
     """
 
     replicas: int

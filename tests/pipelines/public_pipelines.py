@@ -42,12 +42,25 @@ def slices(*arrays):
     return Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0])
 
 
+def alternating(*datasets):
+    turns = Dataset.range(2).repeat()
+    return Dataset.choose_from_datasets(datasets, turns, stop_on_empty_dataset=False)
+
+
 def mixed():
     return slices(X, MIXED)
 
 
 def ordered():
     return slices(X, SORTED)
+
+
+def rare_last():
+    return ordered().take(1800), ordered().skip(1800)
+
+
+def two_parts():
+    return ordered().take(1000).concatenate(ordered().skip(1000))
 
 
 def batched(dataset, size=40):
@@ -62,6 +75,19 @@ def decode(name):
     return tf.reshape(
         tf.cast(tf.io.decode_raw(tf.io.read_file(name), tf.uint8)[:192], "float32"), [8, 8, 3]
     )
+
+
+def decode_both(name, of_mask):
+    return decode(name), decode(of_mask)[..., :1]
+
+
+def images_and_masks(**settings):
+    masks = listed(**settings).map(lambda name: decode(name)[..., :1], AUTOTUNE)
+    return both(listed(**settings).map(decode, AUTOTUNE), masks)
+
+
+def apart(dataset):
+    return both(dataset.map(lambda x, y: x), dataset.map(lambda x, y: y))
 
 
 def noise(x, y):
@@ -102,14 +128,25 @@ def in_python(x, y):
     ), y
 
 
+def checked(x, y):
+    return tf.debugging.check_numerics(x, ""), y
+
+
 def windows(dataset):
-    return dataset.window(20, shift=1, drop_remainder=True).flat_map(lambda w: w.batch(20))
+    many = dataset.window(20, shift=1, drop_remainder=True).flat_map(lambda w: w.batch(20))
+    return many.map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
+
+
+def by_batch(dataset):
+    return dataset.batch(21, drop_remainder=True).map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
+
+
+def lines(names, **settings):
+    return names.interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE, **settings)
 
 
 def reading(**settings):
-    return listed(shuffle=False).interleave(
-        tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE, **settings
-    )
+    return lines(listed(shuffle=False), **settings)
 
 
 def unordered(dataset):
@@ -201,7 +238,7 @@ TUTORIALS = {
         X, None, sequence_length=24, shuffle=True, batch_size=32
     ).map(lambda w: (w[:, :-1], w[:, -1:])),
     "keras: records without an order": lambda: (
-        unordered(listed().interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE))
+        unordered(lines(listed()))
         .map(tf.strings.length, AUTOTUNE)
         .shuffle(2048)
         .prefetch(AUTOTUNE)
@@ -269,40 +306,16 @@ MISTAKES = {
             ),
         ),
         "images and masks of listed files": (
-            lambda: batched(
-                both(
-                    listed().map(decode, AUTOTUNE),
-                    listed().map(lambda n: decode(n)[..., :1], AUTOTUNE),
-                )
-            ),
-            lambda: batched(
-                both(
-                    listed(shuffle=False).map(decode, AUTOTUNE),
-                    listed(shuffle=False).map(lambda n: decode(n)[..., :1], AUTOTUNE),
-                ).shuffle(400)
-            ),
+            lambda: batched(images_and_masks()),
+            lambda: batched(images_and_masks(shuffle=False).shuffle(400)),
         ),
         "names zipped, then read": (
-            lambda: batched(
-                both(listed(), listed()).map(lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE)
-            ),
-            lambda: batched(
-                both(listed(seed=3), listed(seed=3)).map(
-                    lambda a, b: (decode(a), decode(b)[..., :1]), AUTOTUNE
-                )
-            ),
+            lambda: batched(both(listed(), listed()).map(decode_both, AUTOTUNE)),
+            lambda: batched(both(listed(seed=3), listed(seed=3)).map(decode_both, AUTOTUNE)),
         ),
         "one shuffled dataset, read twice": (
-            lambda: batched(
-                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(
-                    mixed().shuffle(2000)
-                )
-            ),
-            lambda: batched(
-                (lambda d: both(d.map(lambda x, y: x), d.map(lambda x, y: y)))(mixed()).shuffle(
-                    2000
-                )
-            ),
+            lambda: batched(apart(mixed().shuffle(2000))),
+            lambda: batched(apart(mixed()).shuffle(2000)),
         ),
         "several inputs, a label apart": (
             lambda: batched(both(slices(X, X[:, :2]).shuffle(2000), slices(MIXED).shuffle(2000))),
@@ -319,18 +332,8 @@ MISTAKES = {
             lambda: batched(mixed().shard(2, 0).shuffle(1000), 20),
         ),
         "listed files, then shard": (
-            lambda: batched(
-                listed()
-                .shard(2, 1)
-                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-                .shuffle(999)
-            ),
-            lambda: batched(
-                listed(shuffle=False)
-                .shard(2, 1)
-                .interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
-                .shuffle(999)
-            ),
+            lambda: batched(lines(listed().shard(2, 1)).shuffle(999)),
+            lambda: batched(lines(listed(shuffle=False).shard(2, 1)).shuffle(999)),
         ),
         "read with threads, then shard": (
             lambda: batched(reading(deterministic=False).shard(2, 0).shuffle(999)),
@@ -375,37 +378,12 @@ MISTAKES = {
     },
     "shuffle-before-window": {
         "shuffle, then window": (
-            lambda: (
-                windows(slices(X[:, 0]).shuffle(2000))
-                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-                .batch(32)
-                .prefetch(1)
-            ),
-            lambda: (
-                windows(slices(X[:, 0]))
-                .map(lambda w: (w[:-1], w[-1]), AUTOTUNE)
-                .shuffle(2000)
-                .batch(32)
-                .prefetch(1)
-            ),
+            lambda: windows(slices(X[:, 0]).shuffle(2000)).batch(32).prefetch(1),
+            lambda: windows(slices(X[:, 0])).shuffle(2000).batch(32).prefetch(1),
         ),
         "shuffle, then windows by batch": (
-            lambda: (
-                slices(MIXED)
-                .shuffle(2000)
-                .batch(21, drop_remainder=True)
-                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-                .batch(19)
-                .prefetch(1)
-            ),
-            lambda: (
-                slices(MIXED)
-                .batch(21, drop_remainder=True)
-                .map(lambda w: (w[:-1], w[1:]), AUTOTUNE)
-                .shuffle(95)
-                .batch(19)
-                .prefetch(1)
-            ),
+            lambda: by_batch(slices(MIXED).shuffle(2000)).batch(19).prefetch(1),
+            lambda: by_batch(slices(MIXED)).shuffle(95).batch(19).prefetch(1),
         ),
     },
     "never-shuffled": {
@@ -419,10 +397,8 @@ MISTAKES = {
             lambda: batched(slices(X, np.eye(10, dtype="float32")[SORTED]).cache().shuffle(2000)),
         ),
         "two classes, one after the other": (
-            lambda: batched(ordered().take(1000).concatenate(ordered().skip(1000)).repeat()),
-            lambda: batched(
-                ordered().take(1000).concatenate(ordered().skip(1000)).shuffle(2000).repeat()
-            ),
+            lambda: batched(two_parts().repeat()),
+            lambda: batched(two_parts().shuffle(2000).repeat()),
         ),
         "a folder in the order of classes": (lambda: images(shuffle=False), lambda: images()),
     },
@@ -434,10 +410,8 @@ MISTAKES = {
     },
     "uneven-samples": {
         "oversampling that ends": (
-            lambda: batched(sampled([ordered().take(1800), ordered().skip(1800)], [0.5, 0.5])),
-            lambda: batched(
-                sampled([ordered().take(1800).repeat(), ordered().skip(1800).repeat()], [0.5, 0.5])
-            ),
+            lambda: batched(sampled([*rare_last()], [0.5, 0.5])),
+            lambda: batched(sampled([part.repeat() for part in rare_last()], [0.5, 0.5])),
         ),
         "classes by filter, sampled": (
             lambda: batched(sampled([is_rare(0), is_rare(1)]).shuffle(2000)),
@@ -446,33 +420,14 @@ MISTAKES = {
             ),
         ),
         "a choice of datasets that ends": (
-            lambda: batched(
-                Dataset.choose_from_datasets(
-                    [mixed().take(1500), mixed().skip(1500)],
-                    Dataset.range(2).repeat(),
-                    stop_on_empty_dataset=False,
-                )
-            ),
-            lambda: batched(
-                Dataset.choose_from_datasets(
-                    [mixed().take(1000), mixed().skip(1000)],
-                    Dataset.range(2).repeat(),
-                    stop_on_empty_dataset=False,
-                )
-            ),
+            lambda: batched(alternating(mixed().take(1500), mixed().skip(1500))),
+            lambda: batched(alternating(mixed().take(1000), mixed().skip(1000))),
         ),
     },
     "ignored-errors": {
         "errors ignored": (
-            lambda: batched(
-                mixed()
-                .shuffle(2000)
-                .map(lambda x, y: (tf.debugging.check_numerics(x, ""), y), AUTOTUNE)
-                .ignore_errors()
-            ),
-            lambda: batched(
-                mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
-            ),
+            lambda: batched(mixed().shuffle(2000).map(checked, AUTOTUNE).ignore_errors()),
+            lambda: batched(mixed().shuffle(2000).filter(lambda x, y: tf.reduce_all(x > -np.inf))),
         )
     },
     "split-after-shuffle": {
