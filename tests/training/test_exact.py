@@ -298,15 +298,8 @@ MORE_X, MORE_Y = testing.toy_classification(11)
 def net():
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.3),
-            layers.Dense(3),
-        ]
-    )
+    inner = [layers.Dense(8, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input((4,)), *inner, layers.Dense(3)])
     model.compile("sgd", cross_entropy())
     return model
 

@@ -179,8 +179,9 @@ def trained(name, distribution=None, *, size=10, prepare=lambda model: model, **
         before = model.get_weights()
         model = training.replica_exact(model) if distribution else model
         model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
-        model.evaluate(x, y, batch_size=10, verbose=0)
-        model.predict(x, batch_size=10, verbose=0)
+        if distribution:
+            model.evaluate(x, y, batch_size=10, verbose=0)
+            model.predict(x, batch_size=10, verbose=0)
     return model, before
 
 

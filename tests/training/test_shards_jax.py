@@ -36,16 +36,9 @@ def data():
 
 def net():
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((64,)),
-            layers.Dense(256, activation="relu"),
-            layers.Dropout(0.3),
-            layers.BatchNormalization(),
-            layers.Dense(128, activation="tanh"),
-            layers.Dense(10),
-        ]
-    )
+    first = [layers.Dense(256, "relu"), layers.Dropout(0.3), layers.BatchNormalization()]
+    last = [layers.Dense(128, "tanh"), layers.Dense(10)]
+    return keras.Sequential([keras.Input((64,)), *first, *last])
 
 
 def optimizer(clip=0.5, **settings):
