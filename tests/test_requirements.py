@@ -29,11 +29,6 @@ def lower_bounds():
     return found
 
 
-def pins():
-    printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
-    return dict(line.split("==") for line in printed.stdout.splitlines())
-
-
 def test_every_package_has_one_lower_bound_that_names_a_release():
     for package, bounds in lower_bounds().items():
         assert len(bounds) == 1, package
@@ -45,7 +40,8 @@ def test_every_package_has_one_lower_bound_that_names_a_release():
 def test_the_oldest_versions_allowed_are_those_tested():
     bounds = lower_bounds().items()
     promised = {package: bound for package, (bound,) in bounds if package not in NEEDS_A_GPU}
-    tested = pins()
+    printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
+    tested = dict(line.split("==") for line in printed.stdout.splitlines())
     assert {"keras", "tensorflow", "jax", "numpy"} <= set(promised)
     assert {package: tested.get(package) for package in promised} == promised
 

@@ -136,7 +136,8 @@ def run(
         trained = model()
         trained.compile(optimizer(), **compiled)
         watching, steps = callbacks(), iter(range(1, 100))
-        resume = Resume(directory, callbacks=[x for x in watching if not is_schedule(x)])
+        learning = [x for x in watching if not isinstance(x, LearningRateScheduler)]
+        resume = Resume(directory, callbacks=learning)
         stopping = LambdaCallback(
             on_train_batch_end=lambda *_, **__: next(steps) == stop and resume.request_stop()
         )
@@ -149,10 +150,6 @@ def run(
     used = getattr(trained.optimizer, "inner_optimizer", trained.optimizer)
     used = getattr(used, "optimizers", [used])[0]
     return trained, float(keras.ops.convert_to_numpy(used.learning_rate))
-
-
-def is_schedule(callback):
-    return isinstance(callback, LearningRateScheduler)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,6 @@ from kdpkit.callbacks import Resume
 from tests.callbacks.resume_programs import ARRAYS, STEPS, Shuffled, batches, compiled, fit
 from tests.callbacks.test_resume import Stop
 
-
-def stopped(resume, model, train, step, *others):
-    with pytest.raises(SystemExit):
-        fit(model, train, *others, Stop("request", step, resume=resume), resume)
-
-
 DATED = keras.callbacks.LambdaCallback(
     on_epoch_end=lambda _, logs: logs.update(when=datetime.datetime(2026, 1, 1))
 )
@@ -106,6 +100,7 @@ def test_a_callback_after_resume_that_forgets_raises(tmp_path):
 def test_data_that_cannot_go_back_raise(tmp_path):
     resume = Resume(tmp_path)
     model, train = compiled(), resume.track(Shuffled())
-    stopped(resume, model, train, STEPS + 2)
+    with pytest.raises(SystemExit):
+        fit(model, train, Stop("request", STEPS + 2, resume=resume), resume)
     with pytest.raises(ValueError, match="cannot go back .*dataset='Shuffled'"):
         fit(model, train, resume)

@@ -35,10 +35,6 @@ def update(optimizer, tape, loss, model):
     optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
 
-def real_or_fake(real, fake):
-    return CROSS_ENTROPY(tf.ones_like(real), real) + CROSS_ENTROPY(tf.zeros_like(fake), fake)
-
-
 @loop
 def tensorflow_custom_training(decorate):
     """A module with variables of its own, updated without an optimizer."""
@@ -165,7 +161,9 @@ def gan_of_several_functions(decorate):
         def train_discriminator(self, images, noise):
             with tf.GradientTape() as tape:
                 fake = self.d(self.g(noise, training=False), training=True)
-                loss = real_or_fake(self.d(images, training=True), fake)
+                real = self.d(images, training=True)
+                loss = CROSS_ENTROPY(tf.ones_like(real), real)
+                loss += CROSS_ENTROPY(tf.zeros_like(fake), fake)
             update(self.optimizers[0], tape, loss, self.d)
             return loss
 

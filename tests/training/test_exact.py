@@ -171,11 +171,6 @@ def test_building_takes_no_batch_from_the_data():
     assert taken == [0, 3, 6, 0, 3, 6]
 
 
-def with_batch_norm(*, synchronized=False):
-    norm = keras.layers.BatchNormalization(name="norm", synchronized=synchronized)
-    return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(3)])
-
-
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
@@ -185,7 +180,10 @@ def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
         model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
         return model
 
-    make = functools.partial(with_batch_norm, synchronized=True)
+    def make():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(3)])
+
     model = compiled_on(mirrored(4), make, keras.optimizers.Adam(0.01, clipnorm=0.1))
     replica_exact(model).fit(X, Y, batch_size=5, shuffle=False, verbose=0)
     model.save(tmp_path / "saved.keras")
