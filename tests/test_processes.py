@@ -23,7 +23,6 @@ from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
 RUNS = {
-    "plain": {},
     "accumulating": {"accumulation": 2},
     "step": {"by": "step"},
     "generated": {"generated": True, "epochs": 1},
