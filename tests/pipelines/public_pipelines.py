@@ -183,6 +183,15 @@ def images(label_mode="int", **settings):
     )
 
 
+def flipped(array):
+    images = slices(array).cache().map(tf.image.random_flip_left_right, AUTOTUNE)
+    return images.shuffle(1000).batch(1)
+
+
+def contrasted(example, seed):
+    return tf.image.stateless_random_contrast(example[0], 0.5, 1, seed), example[1]
+
+
 def of_pairs(first, second):
     return tuple((a + tf.cast(b, a.dtype)) / 2 for a, b in zip(first, second, strict=True))
 
@@ -192,18 +201,7 @@ AUGMENT = Flipped()
 
 #: Correct pipelines of tutorials, by where they are from.
 TUTORIALS = {
-    "tensorflow: cyclegan": lambda: both(
-        slices(IMAGES)
-        .cache()
-        .map(tf.image.random_flip_left_right, AUTOTUNE)
-        .shuffle(1000)
-        .batch(1),
-        slices(IMAGES[:300])
-        .cache()
-        .map(tf.image.random_flip_left_right, AUTOTUNE)
-        .shuffle(1000)
-        .batch(1),
-    ),
+    "tensorflow: cyclegan": lambda: both(*map(flipped, (IMAGES, IMAGES[:300]))),
     "tensorflow: segmentation": lambda: (
         slices(IMAGES, MASKS)
         .cache()
@@ -216,13 +214,7 @@ TUTORIALS = {
     "tensorflow: augmentation with counters": lambda: (
         both(slices(IMAGES, np.arange(400) % 10), (Dataset.counter(), Dataset.counter()))
         .shuffle(1000)
-        .map(
-            lambda example, seed: (
-                tf.image.stateless_random_contrast(example[0], 0.5, 1, seed),
-                example[1],
-            ),
-            AUTOTUNE,
-        )
+        .map(contrasted, AUTOTUNE)
         .batch(50)
         .prefetch(AUTOTUNE)
     ),

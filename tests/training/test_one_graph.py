@@ -19,17 +19,9 @@ pytestmark = pytest.mark.tensorflow
 
 
 def convolutions():
-    return [
-        keras.Input((8, 8, 3)),
-        layers.Conv2D(4, 3, use_bias=False),
-        layers.BatchNormalization(),
-        layers.ReLU(),
-        layers.MaxPooling2D(),
-        layers.DepthwiseConv2D(2),
-        layers.Flatten(),
-        layers.Dropout(0.2),
-        layers.Dense(5),
-    ]
+    first = layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()
+    then = layers.MaxPooling2D(), layers.DepthwiseConv2D(2), layers.Flatten()
+    return [keras.Input((8, 8, 3)), *first, *then, layers.Dropout(0.2), layers.Dense(5)]
 
 
 def attention():
@@ -45,11 +37,7 @@ def recurrent_both_ways():
     return [keras.Input((6,), dtype="int32"), tokens, both, layers.GRU(8), layers.Dense(5)]
 
 
-MODELS = {
-    "convolutions": convolutions,
-    "attention": attention,
-    "recurrent both ways": recurrent_both_ways,
-}
+MODELS = {make.__name__: make for make in (convolutions, attention, recurrent_both_ways)}
 
 
 def trained(name, replicas):
