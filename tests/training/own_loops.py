@@ -13,7 +13,6 @@ LOOPS = {}
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(12, 8, 8, 2)).astype("float32")
 LABELS = RANDOM.integers(0, 3, 12)
-CROSS_ENTROPY = keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 def loop(function):
@@ -65,21 +64,24 @@ def tensorflow_custom_training(decorate):
 
 @loop
 def keras_from_scratch(decorate):
-    """Metrics, a loss of a layer, and a step that evaluates."""
+    """Metrics, a loss of a layer, a step that AutoGraph reads, and one that evaluates."""
     convolution = layers.Conv2D(4, 3, 2, padding="same", use_bias=False)
     normalized = convolution, layers.BatchNormalization(), layers.Activation("relu")
     head = layers.Dropout(0.4), layers.Dense(3, kernel_regularizer="l2", activity_regularizer="l2")
     model = keras.Sequential([keras.Input((8, 8, 2)), *normalized, layers.Flatten(), *head])
     optimizer, loss_fn = sgd(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     train_metric, val_metric = (keras.metrics.SparseCategoricalAccuracy() for _ in range(2))
+    optimizer.build(model.trainable_variables)
     yield model.variables
 
     @decorate
+    @tf.function
     def train_step(x, y):
         with tf.GradientTape() as tape:
             logits = model(x, training=True)
             loss_value = loss_fn(y, logits) + sum(model.losses)
-        update(optimizer, tape, loss_value, model)
+        if loss_value > 0.0:
+            update(optimizer, tape, loss_value, model)
         train_metric.update_state(y, logits)
         return loss_value
 
@@ -140,48 +142,4 @@ def dqn(decorate):
         outputs.append(learn(states, memory[1][chosen], rewards, next_states, done))
         if frame % 3 == 2:
             target.set_weights(online.get_weights())
-    yield outputs
-
-
-@loop
-def gan_of_several_functions(decorate):
-    """A class whose methods are decorated, in either order, and that calls them in turn."""
-
-    class Trainer:
-        def __init__(self):
-            normalized = layers.Dense(8, use_bias=False), layers.BatchNormalization()
-            images = layers.Dense(128, "tanh"), layers.Reshape((8, 8, 2))
-            judged = layers.Flatten(), layers.LeakyReLU(), layers.Dropout(0.3), layers.Dense(1)
-            self.g = keras.Sequential([keras.Input((5,)), *normalized, *images])
-            self.d = keras.Sequential([keras.Input((8, 8, 2)), *judged])
-            self.optimizers = sgd(), sgd()
-            self.seed = keras.random.SeedGenerator(8)
-
-        @decorate
-        def train_discriminator(self, images, noise):
-            with tf.GradientTape() as tape:
-                fake = self.d(self.g(noise, training=False), training=True)
-                real = self.d(images, training=True)
-                loss = CROSS_ENTROPY(tf.ones_like(real), real)
-                loss += CROSS_ENTROPY(tf.zeros_like(fake), fake)
-            update(self.optimizers[0], tape, loss, self.d)
-            return loss
-
-        @decorate
-        @tf.function
-        def train_generator(self, noise, training=True):
-            with tf.GradientTape() as tape:
-                fake = self.d(self.g(noise, training=training), training=training)
-                loss = CROSS_ENTROPY(tf.ones_like(fake), fake)
-            if loss > 0.0:  # by AutoGraph
-                update(self.optimizers[1], tape, loss, self.g)
-            return loss
-
-    trainer, outputs = Trainer(), []
-    yield trainer.g.variables + trainer.d.variables
-    trainer.optimizers[1].build(trainer.g.trainable_variables)
-    for images, _ in batches():
-        noise = keras.random.normal((len(images), 5), seed=trainer.seed)
-        outputs.append(trainer.train_discriminator(images, noise))
-        outputs.append(trainer.train_generator(noise=noise))
     yield outputs
