@@ -14,9 +14,7 @@ ON_JAX = {
     ],
     "callbacks": ["tests/callbacks"],
     "remat": _files("training/", "remat"),
-    "diagnostics": _files(
-        "diagnostics/", "arrays largest_batch memory_plan plan slow_steps speed tpu_data"
-    ),
+    "diagnostics": _files("diagnostics/", "arrays memory_plan plan slow_steps speed tpu_data"),
     "exact": _files("training/", "exact own_steps_jax shards_jax model_parallel_jax users_arrays"),
     "runs": [*_files("callbacks/", "resume"), *_files("", "elastic recipes")],
     "vocabulary": _files("training/", "linear_cross_entropy without_logits"),

@@ -42,6 +42,8 @@ def test_what_cannot_be_compared_raises():
     laws.every_example_once(
         iter([(np.ones(2), np.arange(2))]), examples=2, key=lambda batch: batch[1]
     )
+    with pytest.raises(AssertionError, match="not among them(.|\n)*changes examples, pass `key`"):
+        laws.every_example_once(iter([np.array([0, 10])]), examples=2)
     with pytest.raises(AssertionError, match="different numbers of examples: 2, 3"):
         laws.every_example_once(iter([(np.ones(2), np.ones(3))]), examples=(np.ones(3), np.ones(3)))
     for batches in ([np.ones(2), np.zeros(2)], [(np.ones(2), np.ones(2))], [0, 1]):

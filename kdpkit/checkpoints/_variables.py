@@ -39,8 +39,6 @@ def _read(variable: keras.Variable) -> np.ndarray:
     with scope_of(variable):
         if hasattr(value, "read_value"):  # it adds up what TensorFlow's replicas hold
             value = value.read_value()
-        if keras.backend.backend() == "torch":
-            return keras.ops.convert_to_numpy(value)  # a copy: steps write into the same memory
         # On a CPU this copies nothing, and is safe: both backends copy memory that NumPy shares
         # before they write into it, also in steps that reuse the buffers of their state.
         if keras.backend.backend() == "jax":

@@ -4,9 +4,8 @@
 each device needs and the cheapest way to make it fit. `environment` reports what this machine and
 this Python offer, and which strategies train on it. `check_input` finds mistakes in the data of a
 training, `check_tpu` what of it would stop a TPU. `check_speed` finds how long a step takes and
-waits for input, `largest_batch` how many examples fit. Each returns a report that prints itself,
-with `clean` for programs. Each loads the framework that it needs on first use; `environment` loads
-none.
+waits for input. Each returns a report that prints itself, with `clean` for programs. Each loads the
+framework that it needs on first use; `environment` loads none.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._doctor.largest_batch import largest_batch
     from kdpkit.diagnostics._doctor.reports import check_input
     from kdpkit.diagnostics._doctor.speed import check_speed
     from kdpkit.diagnostics._doctor.tpu import check_tpu
@@ -27,7 +25,6 @@ _HOMES = {
     "check_speed": "_doctor.speed",
     "check_tpu": "_doctor.tpu",
     "environment": "_env.environment",
-    "largest_batch": "_doctor.largest_batch",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
 }
@@ -37,7 +34,6 @@ __all__ = [
     "check_speed",
     "check_tpu",
     "environment",
-    "largest_batch",
     "plan",
     "plan_memory",
 ]

@@ -201,6 +201,9 @@ def _examples(
 ) -> tf.data.Dataset:
     """Read, filter, prepare and cache, then count; counting also fills the cache."""
     read, _, prepare = functions
+    if isinstance(source, str):
+        remedy = "Pass `read`, such as `tf.data.TFRecordDataset`."
+        checks.fail("Names of files need a function that reads them.", source=source, remedy=remedy)
     require_dataset("source", source)
     require_examples(source, name="source", prepared=bool(read or prepare))
     examples = _prepared(source, *functions)

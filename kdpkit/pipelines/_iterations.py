@@ -28,9 +28,9 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     The first epoch is that of a new program, even if this dataset was iterated before. Stages with
     `deterministic=False` are in order. It raises if the order depends on more than the program.
     """
-    dataset = with_private_batches(dataset)
+    private = with_private_batches(dataset)
     batches = int(dataset.cardinality())
-    end = Stage(dataset)
+    end = Stage(private, is_hidden=private is not dataset)
     stages = [*_all(end)]
     uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
     for is_met, problem, remedy in _REJECTED:

@@ -461,8 +461,14 @@ def _overwritten_arrays(pipeline: _Pipeline) -> _Faults:
         "if they are views of your arrays, these hold other labels after the first epoch."
     )
     for stage, after in pipeline.stages:
-        if pipeline.replicas > 1 and stage.calls_python and not _first(after, *_COPYING):
+        batches = (each.kind in _COPYING or _calls_batch(each) for each in after)
+        if pipeline.replicas > 1 and stage.calls_python and not any(batches):
             yield "wrong", stage, problem
+
+
+def _calls_batch(stage: Stage) -> bool:
+    """Return whether its functions make batches, as those of `bucket_by_sequence_length` do."""
+    return any(function.runs("(Padded|Parallel)?BatchDataset.*") for function in stage.functions)
 
 
 @_rule("serial-map", "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.")

@@ -108,6 +108,7 @@ def every_example_once(
             f"Of {counted(len(expected), 'example')}, {' and '.join(problems)}, on "
             f"{counted(len(shards), 'shard')}{batches}{fewest}:"
             f"{listed(shards, numbers)}"
+            + ("\nWhere the pipeline changes examples, pass `key`." if others and not key else "")
         )
 
 

@@ -104,3 +104,37 @@ def test_data_that_cannot_go_back_raise(tmp_path):
         fit(model, train, Stop("request", STEPS + 2, resume=resume), resume)
     with pytest.raises(ValueError, match="cannot go back .*dataset='Shuffled'"):
         fit(model, train, resume)
+
+
+def test_a_loop_of_ones_own_prints_where_it_continues(tmp_path, capsys):
+    def epoch(number):
+        resume = Resume(tmp_path)
+        data, model = resume.track(batches()), compiled()
+        settings = {"model": model, "epochs": 2, "steps": len(data)}
+        with pytest.raises(ValueError, match="saves History: pass `add_history=True`"):
+            keras.callbacks.CallbackList([resume], **settings).on_train_begin()
+        hooks = keras.callbacks.CallbackList([resume], add_history=True, **settings)
+        hooks.on_train_begin()
+        hooks.on_epoch_begin(number)
+        for step, (x, y) in enumerate(data):
+            hooks.on_train_batch_begin(step)
+            model.train_on_batch(x, y)
+            hooks.on_train_batch_end(step)
+        data.on_epoch_end()
+        hooks.on_epoch_end(number, {"loss": 0.0})
+        hooks.on_train_end()
+
+    epoch(0)
+    assert not capsys.readouterr().out
+    epoch(1)
+    assert "epoch 2 of 2, after 0 of" in capsys.readouterr().out
+
+
+def test_a_loop_whose_model_has_no_optimizer_is_warned(tmp_path):
+    resume, model = Resume(tmp_path), testing.tiny_classifier()
+    data = resume.track(batches())
+    hooks = keras.callbacks.CallbackList(
+        [resume], add_history=True, model=model, epochs=1, steps=len(data)
+    )
+    with pytest.warns(UserWarning, match=r"has no optimizer.*`model\.compile`"):
+        hooks.on_train_begin()

@@ -96,6 +96,25 @@ def test_validation_data_and_other_datasets_are_checked_by_what_is_there():
 
 
 @pytest.mark.tensorflow
+def test_a_smaller_last_batch_is_noted_on_replicas_unless_they_train_as_one_device():
+    import tensorflow as tf
+
+    from kdpkit import strategies
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        for model, notes in (
+            (compiled(), ["short-batch"]),
+            (training.replica_exact(compiled()), []),
+        ):
+            for report in (
+                check_input((X, Y), model=model, batch_size=24),
+                check_input(data, model=model),
+            ):
+                assert [finding.rule for finding in report.findings] == notes
+
+
+@pytest.mark.tensorflow
 def test_batches_that_replicas_do_not_divide_are_wrong_in_stock_keras():
     from kdpkit import strategies
 

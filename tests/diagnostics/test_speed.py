@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit import batches, testing, training
-from kdpkit.diagnostics import check_speed
+from kdpkit import batches, callbacks, testing, training
+from kdpkit.diagnostics import check_input, check_speed
 from kdpkit.diagnostics._doctor import speed
 
 FEATURES, BATCH = 64, 16
@@ -109,6 +109,15 @@ def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured
     np.testing.assert_equal(state_of(model), before)
     assert vars(data).get("epoch") == epoch
     assert not model.stop_training
+
+
+def test_what_resume_tracks_is_checked_and_stays_at_its_epoch(tmp_path):
+    data = batches.ArrayBatches((X[:64], Y[:64]), global_batch_size=BATCH, seed=0)
+    tracked = callbacks.Resume(tmp_path).track(data)
+    assert check_input(tracked, model=small()).checked == ("train", "step")
+    assert check_speed(tracked, model=small(), seconds=0.2).step_seconds > 0
+    assert data.epoch == 0
+    assert not tracked.was_read
 
 
 def test_a_model_that_was_not_built_is_built_and_not_trained():

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from kdpkit.diagnostics import check_input
 from kdpkit.diagnostics._doctor import target as _target
 
 MODEL = """
@@ -80,6 +81,23 @@ def test_modules_beside_a_script_are_found_and_fit_trains_again_while_it_is_chec
 
         trained = program.model.fit(*program.dataset[:2], verbose=0, batch_size=32).model
     assert (ROWS, int(trained.optimizer.iterations)) == (3, 2)
+
+
+@pytest.mark.tensorflow
+def test_an_exact_model_of_a_script_is_checked_and_trains_afterwards(script):
+    """`replica_exact` has kept the `fit` that it found in the script."""
+    text = (
+        "from kdpkit import strategies, training\n"
+        "with strategies.select_strategy('mirrored', devices=2).scope():\n"
+        "    model = training.replica_exact(keras.Sequential([keras.layers.Dense(3)]))\n"
+        "    model.compile('adam', loss)\n"
+        "model.fit(x, y)\n"
+    )
+    with _target.program_of(script(text), []) as program:
+        report = check_input(program.dataset, model=program.model)
+    assert (report.findings, report.checked) == ((), ("train", "step"))
+    trained = program.model.fit(*program.dataset[:2], verbose=0, batch_size=32).model
+    assert int(trained.optimizer.iterations) == 2
 
 
 def test_the_first_fit_counts_whatever_the_script_does_then(script):

@@ -160,6 +160,7 @@ def test_evaluation_sees_every_example_once_in_order(shards, remainder):
     [
         ({"global_batch_size": 10, "replicas": 4}, "multiple of `replicas`.* 8 and 12"),
         ({"source": [1, 2]}, "`source` must be a tf.data.Dataset.*'list'"),
+        ({"source": "data/*"}, "need a function that reads.*source='data/.*Pass `read`"),
         ({"keep": lambda number: number > 99}, "too few examples.*examples=0"),
         ({"source": tf.data.Dataset.range(4).repeat(2).map(abs)}, r"`source` repeats.*`.repeat"),
         ({"source": tf.data.Dataset.range(4).repeat().filter(lambda n: n > 1)}, "`source` repeats"),

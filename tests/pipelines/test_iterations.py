@@ -112,6 +112,14 @@ def test_a_library_s_stage_is_named_by_its_library():
         replayed(resampled.batch(2))
 
 
+def test_an_unknown_length_names_the_last_stage_that_the_user_wrote():
+    data = Dataset.from_generator(
+        lambda: iter(range(9)), output_signature=tf.TensorSpec([], "int64")
+    )
+    with pytest.raises(ValueError, match=r"batches is unknown.*last_stage='shuffle\(4\)'"):
+        replayed(data.shuffle(4, seed=1))
+
+
 def test_one_shuffle_at_two_positions_raises():
     both = shuffled()
     with pytest.raises(ValueError, match="`shuffle.4.` is read at several positions"):

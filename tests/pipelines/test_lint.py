@@ -181,6 +181,18 @@ CASES = [
     *((make, {}, set()) for make in GUIDES),
     # What runs once.
     (lambda: numbers().batch(20).map(by_python, AUTOTUNE).cache().prefetch(1), {}, set()),
+    # Batches by length are copies, as others are.
+    (
+        lambda: (
+            generator()
+            .map(tf.range, AUTOTUNE)
+            .cache()
+            .bucket_by_sequence_length(tf.size, [100], [20, 10])
+            .prefetch(1)
+        ),
+        {"replicas": 2},
+        set(),
+    ),
     # A split of examples in a fixed order is right.
     *(
         (lambda make=make: make(numbers()).skip(80).batch(20), {"training": False}, set())

@@ -4,6 +4,8 @@ A loop is a function of the decorator: `tf.function` on one device, `replica_exa
 yields the variables before it trains them, and then what its steps have returned.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -101,6 +103,34 @@ def keras_from_scratch(decorate):
         train_metric.reset_state()
         val_metric.reset_state()
     yield shown
+
+
+@loop
+def fixmatch(decorate):
+    """Five unlabeled examples for each labeled one, of which the sure ones count."""
+    model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), layers.Dense(3)])
+    optimizer = sgd()
+    yield model.variables
+
+    @decorate
+    @functools.partial(tf.function, reduce_retracing=True)  # all lengths are unknown from batch two
+    def train_step(x, y, weak, strong):
+        with tf.GradientTape() as tape:
+            sparse = tf.nn.sparse_softmax_cross_entropy_with_logits
+            loss = tf.reduce_mean(sparse(y, model(x, training=True)))
+            guesses = tf.nn.softmax(model(weak, training=True))
+            is_sure = tf.reduce_max(guesses, axis=1) > 0.4
+            labels = tf.boolean_mask(tf.argmax(guesses, axis=1), is_sure)
+            logits = tf.boolean_mask(model(strong, training=True), is_sure)
+            loss += tf.reduce_sum(sparse(labels, logits)) / tf.cast(len(weak), tf.float32)
+        update(optimizer, tape, loss, model)
+        return loss
+
+    outputs = []
+    for x, y in batches():
+        unlabeled = tf.repeat(x, 5, axis=0)
+        outputs.append(train_step(x, y, unlabeled, unlabeled[:, ::-1]))
+    yield outputs
 
 
 @loop

@@ -34,7 +34,8 @@ def attention():
 def recurrent_both_ways():
     tokens = layers.Embedding(50, 8, mask_zero=True)
     both = layers.Bidirectional(layers.LSTM(4, return_sequences=True))
-    return [keras.Input((6,), dtype="int32"), tokens, both, layers.GRU(8), layers.Dense(5)]
+    last = layers.GRU(8, recurrent_dropout=0.2)
+    return [keras.Input((None,), dtype="int32"), tokens, both, last, layers.Dense(5)]
 
 
 MODELS = {make.__name__: make for make in (convolutions, attention, recurrent_both_ways)}

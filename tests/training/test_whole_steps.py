@@ -24,11 +24,11 @@ class Sorted(layers.Layer):
         return tf.sort(x[:, :, None] * x[:, None, :], axis=0)[:, 0]  # over the examples
 
 
-def trained(make, replicas, **settings):
+def trained(make, replicas, loss="sparse_categorical_crossentropy", **settings):
     keras.utils.set_random_seed(0)
     with strategies.select_strategy("mirrored", devices=replicas).scope():
         model = make()
-        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **settings)
+        model.compile(keras.optimizers.SGD(0.1), loss, **settings)
         model = replica_exact(model)
     logs = [model.train_on_batch(X, Y) for _ in range(2)]
     return [*model.get_weights(), *logs]
@@ -49,8 +49,27 @@ def test_an_operation_without_a_rule_is_named_with_its_line(capsys):
     )
 
 
-def test_a_step_that_is_divided_says_nothing(capsys):
-    trained(of_layers(lambda: layers.Dense(8, "relu"), layers.BatchNormalization), 2)
+def squared(y, predicted):
+    return (tf.one_hot(tf.cast(y, tf.int32), 3) - predicted) ** 2
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", squared])
+def test_a_step_that_is_divided_says_nothing(loss, capsys):
+    dense = [lambda: layers.Dense(9, "relu"), layers.BatchNormalization]
+    loop = [lambda: layers.Reshape((-1, 3)), lambda: layers.LSTM(4, recurrent_dropout=0.2)]
+    trained(of_layers(*dense, *loop), 2, loss=loss)
+    assert "kdpkit" not in capsys.readouterr().err
+
+
+def test_tensors_that_nothing_compares_are_all_divided(capsys):
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        kernel = tf.Variable(tf.ones([12, 8]))
+
+    @replica_exact
+    def step(x, y):
+        return tf.reduce_mean(x @ kernel), tf.reduce_mean(tf.sin(y @ kernel))
+
+    step(X, X * 2)
     assert "kdpkit" not in capsys.readouterr().err
 
 
@@ -190,17 +209,20 @@ def test_a_loop_whose_result_has_no_known_rank_is_computed():
     np.testing.assert_allclose(exact(X), step(X))
 
 
-def test_an_operation_on_one_copy_of_a_variable_is_one_sentence():
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_operation_on_one_copy_of_a_variable_is_one_sentence(times):
     with strategies.select_strategy("mirrored", devices=2).scope():
         weight = tf.Variable(tf.ones([12]))
 
     @replica_exact
     def step(x):
         loss = tf.reduce_mean(x * weight)
-        tf.raw_ops.AssignAddVariableOp(resource=weight.handle, value=tf.ones([12]))
+        for _ in tf.range(times) if times > 1 else range(1):  # a loop of TensorFlow, or none
+            tf.raw_ops.AssignAddVariableOp(resource=weight.handle, value=tf.ones([12]))
         return loss
 
-    with pytest.raises(ValueError, match=r"AssignAddVariableOp.*Use the variable's methods"):
+    operation = "AssignAddVariableOp" if times == 1 else "While"
+    with pytest.raises(ValueError, match=rf"{operation}.*Use the variable's methods"):
         step(X)
 
 

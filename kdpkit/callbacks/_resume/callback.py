@@ -48,7 +48,8 @@ class Resume(keras.callbacks.Callback):
         callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
             `ModelCheckpoint`, `SwapEMAWeights`, or others with `get_state()`, which returns plain
             values by name, and `set_state(values)`.
-        verbose: 1 prints a line if the run continues, 0 does not; `"auto"` is as `fit`'s `verbose`.
+        verbose: 1 prints a line if the run continues, 0 does not; `"auto"` is as `fit`'s `verbose`,
+            and 1 in a loop of your own.
 
     Raises:
         ValueError: An argument is invalid. When training begins: the state is of another model, the
@@ -76,6 +77,7 @@ class Resume(keras.callbacks.Callback):
         verbose: int | str = "auto",
     ) -> None:
         super().__init__()
+        checks.backend("`Resume`", "tensorflow", "jax")
         if save_freq != "epoch":
             if isinstance(save_freq, str):
                 checks.fail(
@@ -108,8 +110,6 @@ class Resume(keras.callbacks.Callback):
         self._position = Position(0, 0)  # where training is once its present step has ended
         self._saved_position: Position | None = None
         self._unsaved = 0  # batches since the last save, of earlier epochs too
-        self._restored_state: checkpoints.TrainingState | None = None  # until its first step
-        self._torch_random_state: dict[str, Any] = {}  # after the last step
 
     def track(self, dataset: Any) -> Any:
         """Return a dataset to train on instead of this one, which can start at any batch.
@@ -186,7 +186,18 @@ class Resume(keras.callbacks.Callback):
         """Find the newest state, and restore it if it is of the end of an epoch."""
         self._ignored_warnings.close()  # An earlier training may have failed.
         if self._data is None:
-            checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+            checks.fail(
+                "`Resume` does not know the dataset; train on `resume.track(dataset)`. Of arrays "
+                "`kdpkit.batches.ArrayBatches` makes a dataset (docs/how_to/resume.md)."
+            )
+        if getattr(self.model, "history", None) is None:
+            checks.fail("`Resume` saves History: pass `add_history=True` to `CallbackList`.")
+        if not optimizers.all_of(self.model):
+            warnings.warn(
+                "The model has no optimizer: what only your loop holds is not saved. Pass it to "
+                "`model.compile`, or make it an attribute of the model.",
+                stacklevel=2,
+            )
         steps, length = self.params.get("steps"), self._data.batches_per_epoch
         if (steps is None) if length is None else (steps not in (None, length)):
             checks.fail(
@@ -259,7 +270,7 @@ class Resume(keras.callbacks.Callback):
             self._end_position = position
         if not (self._is_current and self._data.counts_calls):
             self._data.move_to(self._position_in_data(position))
-        verbose = self.params.get("verbose") if self.verbose == "auto" else self.verbose
+        verbose = self.params.get("verbose", 1) if self.verbose == "auto" else self.verbose
         if verbose and processes.index() == 0 and not (is_over or self._is_current):
             sys.stdout.write(
                 f"Continuing the run in {self._checkpoints.directory}: epoch {position.epoch + 1} "
@@ -333,7 +344,7 @@ class Resume(keras.callbacks.Callback):
             # Not before: `LearningRateScheduler` and others set the rate when an epoch begins, and
             # the state has the rate that this epoch had reached.
             self._restore(state)
-            self._steps_before, self._restored_state = state.position.step, state
+            self._steps_before = state.position.step
             # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
             self._ignored_warnings.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -370,9 +381,6 @@ class Resume(keras.callbacks.Callback):
         if position.step >= self._steps_per_epoch:
             # docs/upstream/keras_begins_a_batch_too_many.py: this ends the epoch for Keras.
             raise StopIteration
-        if self._restored_state:  # Only now, because torch's `DataLoader` draws before.
-            model_state.restore_torch_random_state(self._restored_state.arrays)
-            self._restored_state = None
         if batch and not self._data.was_read:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         if self._data.batches_per_epoch is not None:
@@ -387,11 +395,6 @@ class Resume(keras.callbacks.Callback):
         end = min(position.step + steps, self._steps_per_epoch)
         self._position = Position(position.epoch, end)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the state of torch's random numbers, before a `DataLoader` of a validation draws."""
-        if self._position.step >= self._steps_per_epoch:
-            self._torch_random_state = model_state.torch_random_state()
-
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save an epoch that a callback cut short, before its validation resets the metrics."""
         if self._has_begun and self.model.stop_training:  # An `evaluate` may use this callback.
@@ -405,7 +408,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._ignored_warnings.close()
-        model_state.restore_torch_random_state(self._torch_random_state)
         stops = self._stop.is_due(self._strategy, at_once=True)
         if self._position.step >= self._steps_per_epoch:
             is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]

@@ -99,7 +99,7 @@ class TrackedBatches(keras.utils.PyDataset):
                 stacklevel=4,
             )
         self.dataset = self
-        self._batches = dataset
+        self.untracked = dataset
         self._skipped = 0
         self.counts_calls = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
@@ -112,7 +112,7 @@ class TrackedBatches(keras.utils.PyDataset):
 
     @property
     def batches_per_epoch(self) -> int | None:
-        return self._batches.num_batches
+        return self.untracked.num_batches
 
     @property
     def num_batches(self) -> int | None:
@@ -121,7 +121,7 @@ class TrackedBatches(keras.utils.PyDataset):
         return None if total is None else total - self._skipped
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.untracked)
 
     def __getitem__(self, index: int) -> Any:
         if index not in (0, self._next_index):
@@ -131,32 +131,32 @@ class TrackedBatches(keras.utils.PyDataset):
             )
         self._next_index = index + 1
         self.was_read = True
-        return self._batches[index + self._skipped]
+        return self.untracked[index + self._skipped]
 
     def __getattr__(self, name: str) -> Any:
         # `copy` and `pickle` ask for special methods before there are attributes.
-        if name == "_batches" or name.startswith("__"):
+        if name == "untracked" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._batches, name)
+        return getattr(self.untracked, name)
 
     def first_batch(self) -> Any:
-        return self._batches[0]
+        return self.untracked[0]
 
     def start(self) -> None:
         self.was_read = False
         self.begin_epoch(self.first_epoch)
 
     def move_to(self, position: Position) -> None:
-        on_epoch_end = type(self._batches).on_epoch_end
+        on_epoch_end = type(self.untracked).on_epoch_end
         if self._epoch is None:
             for _ in range(self.first_epoch, position.epoch):
-                self._batches.on_epoch_begin()
-                self._batches.on_epoch_end()
+                self.untracked.on_epoch_begin()
+                self.untracked.on_epoch_end()
         elif self.counts_calls and on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
             checks.fail(
                 "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
                 "state is.",
-                dataset=type(self._batches).__name__,
+                dataset=type(self.untracked).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
         self._skipped, self.was_read = position.step, False
@@ -165,14 +165,14 @@ class TrackedBatches(keras.utils.PyDataset):
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         if not self.counts_calls:
-            self._batches.epoch = epoch
+            self.untracked.epoch = epoch
 
     def on_epoch_begin(self) -> None:
-        self._batches.on_epoch_begin()
+        self.untracked.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         if self.batches_per_epoch is not None:  # Otherwise Keras keeps counting batches.
             self._skipped = 0
-        self._batches.on_epoch_end()
+        self.untracked.on_epoch_end()
         if self._epoch is not None:  # A validation on these data must not change their epoch.
             self.begin_epoch(self._epoch)

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -46,7 +46,7 @@ class ModelState:
             groups |= _groups_of(optimizer, index) if optimizer.built else {}
         if not with_metrics:
             del groups["metrics"]
-        return checkpoints.values_of(groups) | torch_random_state()
+        return checkpoints.values_of(groups)
 
     def trained(self) -> list[list[int]]:
         """Return, for each optimizer, the indices of the model's variables that it trains.
@@ -107,7 +107,6 @@ class ModelState:
         for name in changed:
             groups.pop(name, None)
         checkpoints.assign(groups, state.arrays)
-        restore_torch_random_state(state.arrays)
 
 
 def _groups_of(optimizer: keras.Optimizer, index: int) -> dict[str, list[Any]]:
@@ -126,23 +125,3 @@ def _saved_groups(state: checkpoints.TrainingState) -> set[str]:
 def strategy_of(model: keras.Model) -> Any:
     """Return the TensorFlow strategy that a model was built under, None if there is none."""
     return getattr(model, "distribute_strategy", None)
-
-
-def torch_random_state() -> dict[str, np.ndarray]:
-    """Return the state of the random numbers of Keras' torch backend; nothing on another one."""
-    if keras.backend.backend() != "torch":
-        return {}
-    import torch
-
-    states = {"torch.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["torch.cuda"] = torch.cuda.get_rng_state()
-    return {name: state.numpy() for name, state in states.items()}
-
-
-def restore_torch_random_state(arrays: Mapping[str, np.ndarray]) -> None:
-    for name in torch_random_state().keys() & arrays.keys():
-        import torch
-
-        generator = torch.cuda if name == "torch.cuda" else torch
-        generator.set_rng_state(torch.as_tensor(arrays[name]))

@@ -67,8 +67,8 @@ def of_sizes(
     """Yield what is wrong with the batches that `fit` cuts arrays into."""
     size = batch_size or (math.ceil(examples / steps) if steps else 32)
     complete, last = divmod(examples, size)
+    is_exact = training_step.is_exact(model)
     if size % replicas:
-        is_exact = training_step.is_exact(model)
         problem = f"{replicas} replicas do not divide a batch of {size} examples"
         problem += (
             "." if is_exact else ", and plain Keras gives those of smaller parts more weight."
@@ -76,7 +76,7 @@ def of_sizes(
         remedy = f"Use `batch_size={math.ceil(size / replicas) * replicas}`"
         remedy += "." if is_exact else ", or `kdpkit.training.replica_exact(model)`."
         yield Finding("uneven-batch", "slow" if is_exact else "wrong", "train", problem, remedy)
-    if last and (replicas > 1 or last <= _SHORT * size):
+    if last and ((replicas > 1 and not is_exact) or last <= _SHORT * size):
         problem = f"The last batch has {last} of {size} examples, and weighs as much as a full one."
         remedy = "Choose a `batch_size` that divides the examples, or leave the last ones out."
         yield Finding("short-batch", "note", "train", problem, remedy)

@@ -16,6 +16,7 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.batches._array_batches import named_leaves, num_examples
+from kdpkit.callbacks._resume.data import TrackedBatches
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
@@ -121,6 +122,11 @@ def as_arrays(nest: Any, begin: int = 0, end: int | None = None) -> Any:
     )
 
 
+def untracked(dataset: Any) -> Any:
+    """Return what `Resume.track` was called with: what that returns is read in one order only."""
+    return dataset.untracked if isinstance(dataset, TrackedBatches) else dataset
+
+
 def is_tf_dataset(value: Any) -> bool:
     """Return whether it is a `tf.data.Dataset`, without loading TensorFlow for it."""
     tf = sys.modules.get("tensorflow")
@@ -130,7 +136,7 @@ def is_tf_dataset(value: Any) -> bool:
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
-        dataset = copy.copy(dataset)  # which may count what is taken
+        dataset = copy.copy(untracked(dataset))  # which may count what is taken
         count = dataset.num_batches
         first = None if count == 0 else dataset[0]
         return first, dataset[count - 1] if count and count > 1 else first

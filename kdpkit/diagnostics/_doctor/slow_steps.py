@@ -92,7 +92,8 @@ def of_step(model: Any, batch: Any, device: Device | None = None) -> Iterator[Fi
 def _of_division(model: Any, batch: Any) -> Iterator[Finding]:
     from kdpkit.training.tensorflow import _fit  # which loads TensorFlow
 
-    if problem := _fit.whole_of(model, batch):
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    if problem := _fit.whole_of(model, keras.utils.pack_x_y_sample_weight(*parts)):  # as in `fit`
         remedy = "Write it with operations that compute each example by itself, or leave it so."
         yield Finding("division", "slow", model.name, problem, remedy)
 
@@ -255,8 +256,8 @@ def _of_batch(
         )
         enough = 2 ** math.ceil(math.log2(examples * least / flops))
         remedy = (
-            f"Use batches of {enough:,} examples, and a learning rate for these "
-            "(`kdpkit.scaling`); `kdpkit.diagnostics.largest_batch` finds how many fit."
+            f"Use batches of {enough:,} examples, or as many as fit, and a learning rate for these "
+            "(`kdpkit.scaling`)."
         )
         yield Finding("small-batch", "slow", model.name, problem, remedy)
 

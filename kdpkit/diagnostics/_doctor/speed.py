@@ -86,6 +86,7 @@ def check_speed(
     """
     seconds = checks.number("seconds", seconds, above=0)
     check_trainer(model)
+    dataset = batches.untracked(dataset)
     seen = batches.batches_of(dataset, batch_size)
     try:
         with contextlib.ExitStack() as undisturbed:

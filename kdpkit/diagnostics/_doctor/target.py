@@ -1,6 +1,7 @@
 """The training of a target: of a script at its first `fit`, or of what a function returns."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -134,7 +135,7 @@ def _run(target: str, work: Callable[[], Any]) -> tuple[list[Program], str]:
     with contextlib.ExitStack() as undo:
         owner: Any = next(each for each in keras.Model.__mro__ if "fit" in vars(each))
         undo.callback(setattr, owner, "fit", owner.fit)
-        owner.fit = _ending(owner.fit, programs)
+        owner.fit = _ending(owner, programs)
         try:
             work()
         except _Reached:
@@ -155,11 +156,18 @@ def _run(target: str, work: Callable[[], Any]) -> tuple[list[Program], str]:
     return programs, end
 
 
-def _ending(fit: Callable[..., Any], programs: list[Program]) -> Callable[..., Any]:
-    """Return a `fit` that notes its arguments, and ends."""
+def _ending(owner: Any, programs: list[Program]) -> Callable[..., Any]:
+    """Return a `fit` that notes its arguments, and ends; it trains once `owner` has its own again.
+
+    `replica_exact` keeps the `fit` that the model has, and calls it later.
+    """
+    fit = owner.fit
     signature = inspect.signature(fit)
 
+    @functools.wraps(fit)
     def ending(model: Any, *args: Any, **settings: Any) -> Any:
+        if owner.fit is not ending:
+            return fit(model, *args, **settings)
         call = signature.bind(model, *args, **settings)
         call.apply_defaults()
         arguments = call.arguments

@@ -122,7 +122,10 @@ def _findings(plan: TrainingPlan) -> Iterator[Finding]:
             f"Each epoch leaves out {plan.left_out:,} of {plan.examples:,} examples "
             f"({plan.left_out / plan.examples:.1%})."
         )
-        remedy = "Use smaller batches, or pad the last (`pipelines.PipelineConfig`)."
+        remedy = (
+            "Use smaller batches, or keep or pad the last (`remainder` of "
+            "`pipelines.PipelineConfig` and `batches.ArrayBatches`); of arrays `fit` keeps it."
+        )
         yield Finding("dropped", "wrong", "last batch", problem, remedy)
     if plan.rule != "linear":
         return

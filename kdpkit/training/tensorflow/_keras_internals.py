@@ -24,15 +24,14 @@ from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.record import stop_recording as stop_recording
 from tensorflow.python.framework import function_def_to_graph as function_def_to_graph
-from tensorflow.python.framework import graph_to_function_def, kernels
-from tensorflow.python.framework import importer as importer
+from tensorflow.python.framework import graph_to_function_def, importer, kernels
 from tensorflow.python.framework import op_def_registry as op_def_registry
 from tensorflow.python.framework import tensor_util as tensor_util
 from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
 from tensorflow.python.framework.ops import uid as uid
 from tensorflow.python.ops import collective_ops, gen_resource_variable_ops
 from tensorflow.python.ops import handle_data_util as handle_data_util
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 
 from kdpkit._internal import optimizers, versions
 
@@ -60,6 +59,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
+def import_graph_def(graph_def: Any, **settings: Any) -> Any:
+    """Add nodes to the current graph in half of the time, with the devices that they have.
+
+    TensorFlow's function works out each node's device again, and its control flow of version 1.
+    """
+    graph = tf.compat.v1.get_default_graph()
+
+    def add_operations(compute_devices: bool) -> list[tf.Operation]:
+        for operation in graph.new_operations():
+            added = graph._create_op_from_tf_operation(operation, compute_device=compute_devices)
+            if not added.device:
+                graph._apply_device_functions(added)
+        return []  # none whose device remains to be found
+
+    graph._add_new_tf_operations = add_operations
+    try:
+        return importer.import_graph_def(graph_def, **settings)
+    finally:
+        del graph._add_new_tf_operations
+
+
 def inlined(function: Any) -> Any:
     """Return what computes, in the graph of its caller, what a `tf.function` does in its own."""
     if not isinstance(function, Function):
@@ -75,6 +95,8 @@ def inlined(function: Any) -> Any:
         with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED, options=options):
             return converted(*args, **kwargs)
 
+    functools.update_wrapper(call, python, updated=())  # its name is in TensorFlow's warnings
+    del call.__wrapped__  # type: ignore[attr-defined]  # its signature stays that of any arguments
     return call
 
 

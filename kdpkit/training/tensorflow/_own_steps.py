@@ -12,6 +12,7 @@ from kdpkit._internal import checks, processes
 from kdpkit.training.tensorflow import _checks, _global_batches, _keras_internals, _patches
 from kdpkit.training.tensorflow._step import Mesh, current_mesh
 from kdpkit.training.tensorflow._tracing import run_once
+from kdpkit.training.tensorflow.partition import _traced_step
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 _DIVIDED = (
@@ -39,6 +40,7 @@ class _OwnStep:
         self.function, self.strategy = function, strategy or _strategy_in_scope()
         self.inner, self.jit = _keras_internals.inlined(function), bool(function._jit_compile)
         self.compiled: Any = None
+        self.others: set[tuple[int, int]] = set()
         self.methods = weakref.WeakKeyDictionary[Any, _OwnStep]()
 
     def __get__(self, instance: Any, owner: Any = None) -> "_OwnStep":
@@ -102,17 +104,35 @@ class _OwnStep:
 
             @functools.wraps(self.inner)
             def body(*args: Any, **kwargs: Any) -> Any:
-                rebuilt, batch = _compared(mesh, (args, kwargs))
+                leaves = _compared(mesh, (args, kwargs))
+                positions = self.examples_of(leaves)
 
                 def function(batch: Any) -> Any:
-                    args, kwargs = rebuilt(batch)
-                    return self.inner(*args, **kwargs)
+                    for i, tensor in zip(positions, batch, strict=True):
+                        leaves[i] = tensor
+                    inner_args, inner_kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
+                    return self.inner(*inner_args, **inner_kwargs)
 
-                return run_once(mesh, function, batch, jit=self.jit)
+                return run_once(mesh, function, [leaves[i] for i in positions], jit=self.jit)
 
         self.compiled = _keras_internals.recompiled(
             self.function, body, self.jit and strategy is None
         )
+
+    def examples_of(self, leaves: list[Any]) -> list[int]:
+        """Return which arguments are the batch: tensors, but those known to have other lengths.
+
+        `tf.function` knows all lengths when it traces first, and only then.
+        """
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
+        length = _traced_step.length_of([leaves[i] for i in positions])
+        if length is not None:
+            self.others |= {
+                (len(leaves), i)
+                for i in positions
+                if isinstance(leaves[i], tf.Tensor) and leaves[i].shape[:1] != [length]
+            }
+        return [i for i in positions if (len(leaves), i) not in self.others]
 
 
 def _strategy_in_scope() -> tf.distribute.Strategy | None:
@@ -129,19 +149,11 @@ def _reject_divided(arguments: Any) -> None:
             )
 
 
-def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
-    """Return what makes arguments of tensors, and these, which all processes have."""
+def _compared(mesh: Mesh, arguments: Any) -> list[Any]:
+    """Return the leaves of arguments, of which all processes have the same tensors."""
     leaves = tf.nest.flatten(arguments)
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
-    batch = [leaves[i] for i in positions]
-
-    def rebuilt(batch: list[Any]) -> Any:
-        for i, tensor in zip(positions, batch, strict=True):
-            leaves[i] = tensor
-        return tf.nest.pack_sequence_as(arguments, leaves)
-
     if mesh.num_processes == 1:
-        return rebuilt, batch
+        return leaves
     for leaf in leaves:
         if isinstance(leaf, tf.data.Dataset | tf.data.Iterator):
             checks.fail(
@@ -149,6 +161,10 @@ def _compared(mesh: Mesh, arguments: Any) -> tuple[Any, list[Any]]:
                 received=type(leaf).__name__,
                 remedy="Pass it the batches, and not what they are read from.",
             )
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TENSORS)]
+    batch = [leaves[i] for i in positions]
     if batch:
         batch = _global_batches.checked_batch(mesh, _global_batches.fingerprinted(batch))
-    return rebuilt, batch
+    for i, tensor in zip(positions, batch, strict=True):
+        leaves[i] = tensor
+    return leaves

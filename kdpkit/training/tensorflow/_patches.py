@@ -188,7 +188,7 @@ def finding_strategies(function: Callable, step: str) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with installed():
+        with installed(), tf.variable_creator_scope(_created_at_once):
             _of_no_strategy.is_running = True
             try:
                 outputs = function(*args, **kwargs)
@@ -198,6 +198,28 @@ def finding_strategies(function: Callable, step: str) -> Callable:
         return outputs
 
     return run
+
+
+def _created_at_once(create: Callable, **settings: Any) -> Any:
+    """Create a variable outside of a trace that may be given up, with what would initialize it."""
+    if isinstance(settings["initial_value"], tf.Tensor) and not tf.executing_eagerly():
+        return create(**settings)
+    with tf.init_scope():
+        return _keras_internals.ResourceVariable(**settings)
+
+
+def _update(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    is_finding(variable.distribute_strategy)
+    return original(variable, *args, **kwargs)
+
+
+def _run(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    if current_mesh() is not None or is_finding(None):
+        checks.fail(
+            "An exact step runs once for all replicas.",
+            remedy="Call the function itself, without `strategy.run` and `strategy.reduce`.",
+        )
+    return original(*args, **kwargs)
 
 
 def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -237,6 +259,8 @@ _TABLE = (
     Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
     Patch(tf.distribute, "get_replica_context", _replica_context),
     *(Patch(tf.nn, name, _on_one_device) for name in _AVERAGING),
+    Patch(distribute_lib.StrategyBase, "run", _run),
+    Patch(DistributedVariable, "_update", _update),
     Patch(DistributedVariable, "handle", _handle),
     Patch(tf, "gradients", _gradients),
     Patch(DistributedVariable, "_get", _read),

@@ -1,6 +1,6 @@
 """Loops and conditions, which each device runs on its parts if nothing in them needs others'."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,12 @@ class Bodies:
         if not is_body:
             self.inputs[operation.op.name] = inputs
         return outputs if any(map(is_divided, [*inputs, *outputs])) else None
+
+    def graphs_of(self, op: tf.Operation) -> Iterator[Any]:
+        """Yield the graphs of what a loop, condition or call runs."""
+        for attribute in {"body", "then_branch", "else_branch", "f"} & {*op.node_def.attr}:
+            inputs = op.inputs[attribute.endswith("branch") :]  # without the condition
+            yield self._imported(self._functions[op.get_attr(attribute).name], inputs)[0]
 
     def _of_condition(self, operation: Operation, labels: list[Any]) -> Any:
         if not operation.graph.is_body:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._global_batches import OTHER_LENGTHS
-from kdpkit.training.tensorflow._keras_internals import FuncGraph, importer, next_turn
+from kdpkit.training.tensorflow._keras_internals import FuncGraph, import_graph_def, next_turn
 from kdpkit.training.tensorflow.partition import _inference, _report, _rules, _stages, _traced_step
 from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._exchanges import TURN
@@ -41,9 +41,17 @@ def run_divided(
     except Exception as error:
         if isinstance(error, errors.InputError) or _traced_step.length_of(batch) is None:
             raise
+        outputs = function(batch)
         warnings.warn(_why_whole(error), stacklevel=2)
-        return function(batch)
-    return _computed(mesh, step, variables, jit=jit)
+        return outputs
+    try:
+        return _computed(mesh, step, variables, jit=jit)
+    except _WholeError as whole:
+        return _computed_whole(step, lambda: function(batch), whole.__cause__)
+
+
+class _WholeError(Exception):
+    """A step is not divided; the cause is why it cannot be."""
 
 
 @contextlib.contextmanager
@@ -66,12 +74,13 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     graph_def, outputs = step.graph_def, step.outputs
     devices = dict.fromkeys((node.name for node in graph_def.node), 0)
     _keep(step)
+    if step.makes_variables:
+        raise _WholeError
     if mesh.num_parts > 1:
         try:
             writer, names = written(step, mesh, copies)
         except ValueError as error:  # TensorFlow's, of shapes
-            warnings.warn(_why_whole(error), stacklevel=2)
-            return _imported(graph_def, values, outputs, step.structure)
+            raise _WholeError from error
         total = _length_of_all(values, names)
         values |= numbers_of_examples(parts_of(total, mesh.num_parts, mesh.local))
         if mesh.num_processes > 1:
@@ -84,10 +93,22 @@ def _computed(mesh: Any, step: Any, variables: dict[int, Any], *, jit: bool) -> 
     return _imported(graph_def, values, outputs, step.structure)
 
 
-def _why_whole(error: Exception) -> str:
+def _computed_whole(step: Any, trace: Callable[[], Any], reason: BaseException | None) -> Any:
+    """Compute a step on one device, or trace it again where it does not work for its batch."""
+    values = {name: outer for name, (outer, _) in step.inputs.items()}
+    try:
+        outputs = _imported(step.graph_def, values, step.outputs, step.structure)
+    except ValueError:
+        return trace()  # This raises where the user's line is.
+    if reason:
+        warnings.warn(_why_whole(reason), stacklevel=2)
+    return outputs
+
+
+def _why_whole(error: BaseException) -> str:
     return (
         "One device computes the step for all examples, because it does not work for batches of "
-        f"any length: {checks.reason_of(error)}"
+        f"any length: {checks.reason_of(error)} Of any batch `tf.shape(x)[0]` is the length."
     )
 
 
@@ -98,7 +119,7 @@ def sentence_of_whole(function: Callable[[Any], Any], batch: Any, variables: dic
         _, graph, _ = labelled(step, _with_copies(step, variables)[1])
     except ValueError as error:
         return _why_whole(error)
-    return _report.sentence_of(step, graph)
+    return _report.sentence_of(_report.shares_of_whole(step, graph))
 
 
 def labelled(step: Any, copies: Any) -> tuple[Any, LabelledGraph, Bodies | None]:
@@ -156,12 +177,10 @@ def _with_copies(step: Any, variables: dict[int, Any]) -> tuple[dict[str, Any], 
 def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any]) -> None:
     """Raise where an operation of the user's changes one device's copy of a variable alone."""
     changed = {
-        id(values[node.input[0]]): node
+        id(values[name]): node
         for node in step.graph_def.node
-        if node.op.startswith(("Assign", "Resource"))
-        and node.op not in _rules.READS
-        and node.input
-        and node.input[0] in values
+        for name in _changed_by(node)
+        if name in values
     }
     for first, *others in copies.values():
         node = changed.get(id(values[first]))
@@ -171,6 +190,15 @@ def _require_all_copies(step: Any, values: dict[str, Any], copies: dict[str, Any
                 operation=f"{node.op} ({node.name})",
                 remedy="Use the variable's methods, `assign`, `assign_add` and `assign_sub`.",
             )
+
+
+def _changed_by(node: Any) -> Sequence[str]:
+    """Return which variables a node changes, by itself or in a loop or condition."""
+    if node.op in _rules.WITH_BODIES:
+        only_read = node.attr["_read_only_resource_inputs"].list.i
+        return [name for i, name in enumerate(node.input) if i not in only_read]
+    is_change = node.op.startswith(("Assign", "Resource")) and node.op not in _rules.READS
+    return node.input[:1] if is_change else ()
 
 
 def _keep(step: Any) -> None:
@@ -190,9 +218,7 @@ def _imported(
     values = {name: graph.capture(x) for name, x in values.items() if name in read | {*outputs}}
     computed = [name for name in outputs if name and name not in values]
     needed = {name: x for name, x in values.items() if name in read}
-    found = importer.import_graph_def(
-        graph_def, input_map=needed, return_elements=computed, name="divided"
-    )
+    found = import_graph_def(graph_def, input_map=needed, return_elements=computed, name="divided")
     tensors = values | dict(zip(computed, found, strict=True))
     leaves = tf.nest.flatten(structure, expand_composites=True)
     results = []

@@ -4,19 +4,20 @@ A traced step is imported for batches of several lengths. The axis whose length 
 the batch's in all of them has the examples. Nothing is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._keras_internals import handle_data_util, importer
+from kdpkit.training.tensorflow._keras_internals import handle_data_util, import_graph_def
 
 # Many programs split a batch into groups: every number up to 10 divides it.
 LENGTH = 2520
-# An axis that is as long as batches of these, too, is not padded or cut to a length. Of each the
-# first is taken that a step can have: one that needs pairs can have two, and of one that needs
-# groups of k there are k times a prime number.
-_FEW, _MANY = range(1, 11), [*range(1048583, 11 * 1048583, 1048583), LENGTH * 2]
+# An axis that is as long as batches of these, too, is not padded or cut to a length. Of one that
+# needs groups of k there are k, or k times a prime number: the largest of which a step's numbers,
+# with all that belongs to an example, can be counted.
+_FEW, _PRIMES = range(1, 11), (1048583, 65537, 7919)
+_SEVERAL = 11
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # A shape may depend on how these end, and all three lengths may be on one side: it is unknown.
 _COMPARISONS = ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")
@@ -66,31 +67,50 @@ def _inferred(step: Any, placeholders: dict[str, Any], assumed: int | None) -> I
     batch = _of_one_length(step, placeholders, assumed)
 
     def graph_for(length: int, assumed: int | None = assumed) -> Any:
-        return _graph_for(step, placeholders, assumed, dict.fromkeys(batch, length))
+        return _for_length(step, placeholders, assumed, dict.fromkeys(batch, length))
 
-    first = _for_length(step, placeholders, assumed, dict.fromkeys(batch, LENGTH))
-    few, many = (
-        next(((n, graph) for n in lengths if (graph := graph_for(n))), (None, None))
-        for lengths in (_FEW, _MANY)
-    )
-    if many[0] is None:
-        raise ValueError(f"the step works for {LENGTH} examples, and for no number above it")
-    axes = axes_of(first, many[1], many[0])
-    if few[0]:
-        axes = {name: i for name, i in axes.items() if _has_examples(name, i, first, *few)}
-    if assumed and (other := graph_for(LENGTH, _OTHER_ASSUMED)):
+    first = graph_for(LENGTH)
+    few = next(((n, graph) for n in _FEW if (graph := _if_possible(graph_for, n))), None)
+    longer, second = _of_more(graph_for)
+    axes = axes_of(first, second, longer)
+    if few:
+        axes, unknown = _compared(axes, first, *few)
+        # One example and an unknown length may be a broadcast, and several are none.
+        if unknown and (several := _if_possible(graph_for, _SEVERAL * few[0])):
+            axes |= _compared(unknown, first, _SEVERAL * few[0], several)[0]
+    if assumed and (other := _if_possible(graph_for, LENGTH, _OTHER_ASSUMED)):
         axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
-    return Inferred((first, many[1]), batch, axes, bool(assumed), many[0])
+    return Inferred((first, second), batch, axes, bool(assumed), longer)
 
 
-def _has_examples(name: str, axis: int, first: Any, length: int, graph: Any) -> bool:
-    """Return whether an axis, and no other, counts the examples of a batch of another length."""
-    x, y = (g.get_tensor_by_name(name).shape for g in (first, graph))
-    if y.rank is None:
-        return True
-    if y.rank != x.rank or y[axis] is None or y[axis] * LENGTH != x[axis] * length:
-        return False
-    return all(i == axis or a == b for i, (a, b) in enumerate(zip(x, y, strict=True)))
+def _of_more(graph_for: Callable[..., Any]) -> tuple[int, Any]:
+    """Return the length of a batch above `LENGTH`, and the graph for it."""
+    for k in range(1, 11):
+        for prime in _PRIMES:
+            try:
+                return k * prime, graph_for(k * prime)
+            except ValueError as error:
+                if "int32" not in str(error):  # It has not too many numbers, but needs groups.
+                    break
+    return 2 * LENGTH, graph_for(2 * LENGTH)
+
+
+def _compared(
+    axes: dict[str, int], first: Any, length: int, graph: Any
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the axes that count the examples of a batch of another length, and those that may."""
+    are_so: dict[str, int] = {}
+    may_be_so: dict[str, int] = {}
+    for name, axis in axes.items():
+        x, y = (g.get_tensor_by_name(name).shape for g in (first, graph))
+        if y.rank is None:
+            are_so[name] = axis
+        elif y.rank == x.rank and y[axis] is None:
+            may_be_so[name] = axis
+        elif y.rank == x.rank and y[axis] * LENGTH == x[axis] * length:
+            others = (i == axis or a == b for i, (a, b) in enumerate(zip(x, y, strict=True)))
+            are_so |= {name: axis} if all(others) else {}
+    return are_so, may_be_so
 
 
 def _is_multiple(name: str, axis: int, graph: Any) -> bool:
@@ -102,10 +122,12 @@ def _is_multiple(name: str, axis: int, graph: Any) -> bool:
 def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:
     """Return the tensors of a batch that have to be as long as each other, as most are.
 
-    Others, as unlabeled examples beside labeled ones, may have lengths of their own, and are not
-    divided: TensorFlow infers the shapes of all results for another length of theirs. Where it
-    cannot do that, as behind a loop, all are as long.
+    Where lengths are not known before the step runs, others, as unlabeled examples beside labeled
+    ones, may have lengths of their own, and are not divided: TensorFlow infers the shapes of all
+    results for another length of theirs. Where it cannot, as behind a loop, all are as long.
     """
+    if all(step.inputs[name][0].shape[0] is not None for name in step.batch):
+        return [*step.batch]
     groups, rest = [], [*step.batch]
     while rest:
         tied = [rest.pop(0)]
@@ -115,7 +137,7 @@ def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None)
         groups.append(tied)
     largest = max(groups, key=len)
     lengths = dict.fromkeys(step.batch, _OTHER_LENGTH) | dict.fromkeys(largest, LENGTH)
-    graph = len(groups) > 1 and _graph_for(step, placeholders, assumed, lengths)
+    graph = len(groups) > 1 and _if_possible(_for_length, step, placeholders, assumed, lengths)
     is_clear = graph and all(map(_is_known, graph.get_operations()))
     return largest if is_clear else [*step.batch]
 
@@ -123,15 +145,13 @@ def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None)
 def _may_differ(step: Any, placeholders: dict[str, Any], tied: Sequence[str], name: str) -> bool:
     """Return whether a tensor may be longer than some that are as long as each other."""
     lengths = dict.fromkeys(tied, LENGTH) | {name: _OTHER_LENGTH}
-    return _graph_for(step, placeholders, None, lengths) is not None
+    return _if_possible(_for_length, step, placeholders, None, lengths) is not None
 
 
-def _graph_for(
-    step: Any, placeholders: dict[str, Any], assumed: int | None, lengths: dict[str, int]
-) -> Any:
+def _if_possible(graph_for: Callable[..., Any], *args: Any) -> Any:
     """Return the graph for batches of some lengths; None if there can be no such batches."""
     try:
-        return _for_length(step, placeholders, assumed, lengths)
+        return graph_for(*args)
     except ValueError:
         return None
 
@@ -169,7 +189,7 @@ def import_nodes(graph_def: Any, inputs: dict[str, Any]) -> None:
     compared = [node for node in graph_def.node if node.op in _COMPARISONS]
     for node in compared:
         node.attr["_kernel"].s = b"none"  # TensorFlow finds no value of what it cannot compute.
-    importer.import_graph_def(graph_def, input_map=inputs, name="")
+    import_graph_def(graph_def, input_map=inputs, name="")
     for node in compared:
         del node.attr["_kernel"]
 

@@ -44,6 +44,7 @@ class LabelledGraph:
         zeros: Collection[str] = (),
     ) -> None:
         self.first, self.second = inferred.graphs
+        self.longer = inferred.longer
         self.axes, self.bodies, self.is_body = inferred.axes, bodies, replicated is None
         self._replicated, self._zeros = {*(replicated or ())}, {*zeros}
         self.labels = dict(given)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kdpkit.training.tensorflow._keras_internals import attr_value_pb2, graph_pb2
 
-CPU = "CPU:0"  # of shapes, and of the numbers of examples
+CPU = "/device:CPU:0"  # of shapes, and of the numbers of examples
 _INT32, _INT64 = {"T": tf.int32}, {"T": tf.int64}
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import kdpkit
 from kdpkit.training.tensorflow.partition import _rules
+from kdpkit.training.tensorflow.partition._bodies import Bodies
 from kdpkit.training.tensorflow.partition._labels import SAME, WHOLE, is_size
 
 _LEAST = 0.05  # of a step's work, of which a reader hears
@@ -19,22 +20,23 @@ _MOST_PLACES = 3
 _LIBRARIES = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("stdlib"),
+    sysconfig.get_path("scripts"),
     str(pathlib.Path(kdpkit.__file__).parent),
 )
-_reported: set[str] = set()
+_reported: set[frozenset[str]] = set()  # what was said, of a step of any length
 
 
 def report(step: Any, graph: Any) -> None:
     """Say once which operations of a step are computed whole, if they are some of its work."""
-    sentence = sentence_of(step, graph)
-    if sentence and sentence not in _reported:
-        _reported.add(sentence)
+    shares = shares_of_whole(step, graph)
+    sentence, places = sentence_of(shares), frozenset(shares)
+    if sentence and places not in _reported:
+        _reported.add(places)
         sys.stderr.write(f"kdpkit: {sentence}\n")
 
 
-def sentence_of(step: Any, graph: Any) -> str:
+def sentence_of(shares: Any) -> str:
     """Return a sentence about what is computed whole; none if that is hardly any work."""
-    shares = shares_of_whole(step, graph)
     if sum(shares.values()) < _LEAST:
         return ""
     places = ", ".join(
@@ -53,11 +55,13 @@ def shares_of_whole(step: Any, graph: Any) -> Any:
         op for op in graph.whole if any(graph.of(x) is WHOLE for x in (*op.inputs, *op.outputs))
     ]
     divided = [op for op in graph.first.get_operations() if _has_examples(graph, op.outputs)]
-    total = sum(map(_work, {*divided, *whole})) or 1.0
+    bodies = Bodies(step, graph.longer)
+    work = {op: _work(op, bodies) for op in {*divided, *whole}}
+    total = sum(work.values()) or 1.0
     shares: Any = collections.Counter()
     traced = {op.name: op for op in step.graph.get_operations()}
     for op in whole:
-        shares[f"`{op.type}`{_place(traced, op.name)}"] += _work(op) / total
+        shares[f"`{op.type}`{_place(traced, op.name)}"] += work[op] / total
     return shares
 
 
@@ -66,11 +70,15 @@ def _has_examples(graph: Any, tensors: Sequence[tf.Tensor]) -> bool:
     return any(label is not SAME and not is_size(label) for label in labels)
 
 
-def _work(op: tf.Operation) -> float:
+def _work(op: tf.Operation, bodies: Bodies) -> float:
     """Estimate an operation's work: multiplications of a product, entries of other results.
 
-    The root of the entries of all three matrices is the number of a product's multiplications.
+    The root of the entries of all three matrices is the number of a product's multiplications. Of a
+    loop it is the work of one round.
     """
+    if op.type in _rules.WITH_BODIES:
+        graphs = bodies.graphs_of(op)
+        return sum(_work(inner, bodies) for graph in graphs for inner in graph.get_operations())
     entries = [_num_entries(x) for x in op.outputs]
     if op.type not in _rules.PRODUCTS:
         return float(sum(entries))

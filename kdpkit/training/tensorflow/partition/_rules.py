@@ -59,7 +59,8 @@ GENERATING = kinds(
 # The operation on terms of a sum gives terms, which are added up later, or never. It needs a rule,
 # too, for what is split.
 LINEAR = kinds(
-    "Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2 MatrixBandPart"
+    "Reshape Identity Cast Neg Squeeze ExpandDims Transpose AddN AddV2 Add ConcatV2 MatrixBandPart "
+    "Slice StridedSlice StridedSliceGrad"
 )
 # The inputs that are shapes or sizes of an output, or of entries of a list. They are computed for
 # all examples, and each device gets the shape of its part instead (`Writer._argument`).
@@ -123,7 +124,8 @@ def is_linear(op: tf.Operation, labels: list[Any], zeros: Collection[str]) -> bo
     if op.type == "Cast":
         x, y = op.inputs[0].dtype, op.outputs[0].dtype
         return bool(x.is_floating and y.is_floating and y.size >= x.size)
-    return labels[0] is PARTIAL and all(label is SAME for label in labels[1:])
+    value = labels[-1] if op.type == "StridedSliceGrad" else labels[0]
+    return value is PARTIAL and labels.count(SAME) == len(labels) - 1
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
@@ -677,7 +679,8 @@ def _counted_axis(op: Operation) -> int | None:
 @rule("StatelessRandomUniformV2 StatelessRandomNormalV2")
 def random_numbers(op: Operation) -> list[Any] | None:
     """Draw the numbers of a device's examples, by their position in the batch."""
-    to = op.axis_of_output()
+    of = op.labels[0]
+    to = of.axis if isinstance(of, ShapeOf) else op.axis_of_output()
     # What TensorFlow selects is Philox, too, on CPUs and GPUs.
     is_philox = op.inputs[3].op.type == "StatelessRandomGetAlg" or op.value(3) in (1, 3)
     return [Split(0)] if to == 0 and is_philox and not op.graph.is_body else None

@@ -14,7 +14,7 @@ from kdpkit.training.tensorflow._keras_internals import (
     add_function,
     function_of_operations,
     handle_data_util,
-    importer,
+    import_graph_def,
     kernels_for_xla,
     uid,
 )
@@ -77,7 +77,7 @@ def _imported(graph_def: Any, values: dict[str, Any]) -> Any:
         }
         for name, x in inputs.items():  # which shape a variable has
             handle_data_util.copy_handle_data(values[name], x)
-        importer.import_graph_def(graph_def, input_map=inputs, name="")
+        import_graph_def(graph_def, input_map=inputs, name="")
     return graph
 
 

@@ -23,6 +23,7 @@ class TracedStep(NamedTuple):
         inputs: All tensors that come from outside, by their names: each with its placeholder.
         outputs: The names of what the step returns; None for what is no tensor.
         structure: What the step returns, with a name in place of each tensor.
+        makes_variables: Whether it did. `tf.function` then traces once more, and runs that.
     """
 
     graph: Any
@@ -31,6 +32,7 @@ class TracedStep(NamedTuple):
     inputs: dict[str, tuple[Any, Any]]
     outputs: Sequence[str | None]
     structure: Any
+    makes_variables: bool
 
 
 def traced(step: Callable[[Any], Any], batch: Any) -> TracedStep:
@@ -45,7 +47,13 @@ def traced(step: Callable[[Any], Any], batch: Any) -> TracedStep:
     tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
     length = length_of(batch)
     dense = {id(x) for x in _with_axes(batch)}
-    with graph.as_default():
+    variables = []
+
+    def create(following: Callable[..., Any], **settings: Any) -> Any:
+        variables.append(following(**settings))
+        return variables[-1]
+
+    with graph.as_default(), tf.variable_creator_scope(create):
         given: dict[int, Any] = {}
         examples = []
         for x in tensors:
@@ -72,7 +80,7 @@ def traced(step: Callable[[Any], Any], batch: Any) -> TracedStep:
         renamed.get(leaf.name, leaf.name) if isinstance(leaf, tf.Tensor) else None
         for leaf in returned
     ]
-    return TracedStep(graph, graph_def, examples, inputs, names, structure)
+    return TracedStep(graph, graph_def, examples, inputs, names, structure, bool(variables))
 
 
 def _of_any_length(leaf: Any) -> Any:
@@ -90,9 +98,9 @@ def has_examples(batch: Any) -> bool:
 
 
 def length_of(batch: Any) -> int | None:
-    """Return the number of a batch's examples, if it is known before the step runs."""
-    lengths = [x.shape[0] for x in _with_axes(batch)]
-    return None if None in lengths else collections.Counter(lengths).most_common(1)[0][0]
+    """Return the number of a batch's examples, if it has one that is known before the step runs."""
+    lengths = collections.Counter(x.shape[0] for x in _with_axes(batch))
+    return lengths.most_common(1)[0][0] if lengths and None not in lengths else None
 
 
 def _with_axes(batch: Any) -> list[Any]:

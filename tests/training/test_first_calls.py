@@ -1,0 +1,97 @@
+"""The first call of a step of one's own: its strategy is found, variables made, mistakes named."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdpkit import strategies
+from kdpkit.training import replica_exact
+
+pytestmark = pytest.mark.tensorflow
+X = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+
+
+@pytest.fixture
+def strategy():
+    return strategies.select_strategy("mirrored", devices=2)
+
+
+@pytest.fixture
+def weight(strategy):
+    with strategy.scope():
+        return tf.Variable(tf.ones([4]))
+
+
+class Averaged:
+    average = None
+
+    def step(self, x, weight):
+        if self.average is None:
+            self.average = tf.Variable(1.0)
+        noise = keras.random.normal(tf.shape(x))  # makes the seed of Keras' own numbers
+        self.average.assign(0.5 * self.average + tf.reduce_sum((x + noise) * weight))
+        return self.average.read_value()
+
+
+def test_variables_that_a_step_makes_before_its_strategy_is_found_are_kept(weight):
+    found = []
+    for decorate in (tf.function, replica_exact):
+        keras.utils.set_random_seed(1)
+        averaged = Averaged()
+        step = decorate(averaged.step)
+        scale = tf.ones([4]) if decorate is tf.function else weight
+        found.append([float(step(X, scale)) for _ in range(3)])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+def test_a_step_that_only_assigns_finds_its_strategy(weight):
+    @replica_exact
+    def step(x):
+        weight.assign_add(tf.reduce_sum(x, axis=0))
+
+    step(X)
+    for copy in weight.values:
+        np.testing.assert_allclose(copy, 1 + X.sum(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_step_that_still_calls_run_is_told_to_leave_it_out(strategy, weight, is_known):
+    @replica_exact(strategy=strategy if is_known else None)
+    def step(x):
+        per_replica = strategy.run(lambda x: tf.reduce_sum(x * weight), args=(x,))
+        return strategy.reduce("SUM", per_replica, axis=None)
+
+    with pytest.raises(ValueError, match=r"runs once .* without `strategy\.run`"):
+        step(X)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("makes_variables", [False, True])
+def test_a_mistake_of_the_users_is_theirs_with_its_line(weight, makes_variables):
+    kept = []
+
+    @replica_exact
+    def step(x, y):
+        if makes_variables and not kept:
+            kept.append(tf.Variable(0.0))
+        return tf.matmul(x * weight, y)  # the user's line
+
+    with pytest.raises(ValueError, match="the user's line"):
+        step(X, X)
+
+
+def test_a_loop_that_one_device_runs_is_reported_with_its_line(strategy, capsys):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
+
+    @replica_exact
+    def step(x):
+        total = 0.0
+        order = tf.argsort(x[:, 0])
+        for _ in tf.range(2):
+            total += tf.reduce_sum(model(tf.gather(x, order)) ** 2)
+        return total
+
+    step(X)
+    assert "`While` at test_first_calls.py" in capsys.readouterr().err
