@@ -92,7 +92,6 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    """Let more than the quick tests be run."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--exhaustive", action="store_true", help="run these and what repeats others")
 

@@ -10,7 +10,6 @@ RATES = st.floats(0.01, 1.0)
 
 
 def schedules(max_steps: int = 20) -> st.SearchStrategy[kinds.Rate]:
-    """Draw Keras' and kdpkit's schedules, wrapped and joined a few deep."""
     lengths = st.integers(1, max_steps)
     decays = _keras_decays(lengths)
     return st.recursive(decays, lambda inner: _around(inner | RATES, lengths), max_leaves=4)
@@ -18,7 +17,6 @@ def schedules(max_steps: int = 20) -> st.SearchStrategy[kinds.Rate]:
 
 @st.composite
 def _falling_rates(draw: st.DrawFn) -> tuple[float, float]:
-    """Draw a peak, and an end rate that is no higher."""
     peak, end = draw(st.tuples(RATES, RATES))
     return max(peak, end), min(peak, end)
 

@@ -41,17 +41,10 @@ LAST, SIGKILL_ALL = "last", "SIGKILL to all"
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """One life of a run.
+    """One life of a run, which ends at a step of it, or after "SIGKILL" so many seconds.
 
-    Args:
-        replicas: Those of all processes.
-        end: "SIGTERM", "request", "error", "SIGKILL", `SIGKILL_ALL`, or `LAST`.
-        at: The step of this leg at which it ends, or after "SIGKILL" the seconds after its first.
-        processes: Those that are launched and train together, of which the end happens to the last
-            one, or to all; 0 is this process.
-        shard: As in `sharding.DataParallel`, on JAX.
-        model: How many devices of each replica share the model, on JAX.
-        save_freq: As in `Resume`.
+    So many `processes` are launched, of which the end happens to the last one, or to all; 0 is
+    this process. On JAX so many devices of each replica share the `model`.
     """
 
     replicas: int
@@ -103,7 +96,6 @@ def distributing(strategy):
 
 
 def trained(program, leg=None, *callbacks, resume=None):
-    """Train with a "plateau", a "schedule" or an "own step"; return the result."""
     here = {"process_count": processes.count(), "process_index": processes.index()}
     strategy, rate = strategy_of(leg), 0.1
     if program == "schedule":
@@ -179,7 +171,6 @@ class Ending(keras.callbacks.Callback):
 
 
 def lived(program, leg, directory, *, seconds_a_step=0.0):
-    """Live through a leg in this process; return its result."""
     learning = callbacks_of(program)
     resume = Resume(directory, save_freq=leg.save_freq, callbacks=learning)
     ending = Ending(leg, resume, seconds_a_step)
@@ -198,7 +189,6 @@ def lived_here(program, leg, directory):
 
 
 def lived_by_children(program, leg, directory):
-    """Live through a leg in processes of its own."""
     what = {"program": program, "leg": dataclasses.asdict(leg), "directory": str(directory)}
     command = [sys.executable, "-m", "tests.elastic", json.dumps(what)]
     code = launch.launch(command, workers=leg.processes)
@@ -209,7 +199,6 @@ def lived_by_children(program, leg, directory):
 
 
 def main():
-    """Live through a leg as one of the processes that are launched."""
     settings = json.loads(sys.argv[1])
     leg = Leg(**settings["leg"])
     testing.use_logical_cpus(leg.replicas * leg.model // leg.processes)
@@ -227,7 +216,6 @@ def main():
 
 
 def lived_all(program, legs, directory):
-    """Live through all legs; return the result of the last one, which is of this process."""
     for leg in legs:
         live = lived_by_children if leg.processes else lived_here
         found = live(program, leg, directory)

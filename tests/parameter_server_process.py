@@ -46,8 +46,6 @@ class Noting(process_programs.Steps):
 
 
 class Examples(keras.metrics.Metric):
-    """Counts the examples."""
-
     def __init__(self, name="examples", **settings):
         super().__init__(name=name, **settings)
         self.total = self.add_weight(name="total", initializer="zeros")
@@ -60,7 +58,6 @@ class Examples(keras.metrics.Metric):
 
 
 def falling(steps):
-    """Return a rate that falls with every step."""
     return keras.optimizers.schedules.PolynomialDecay(0.05, steps, end_learning_rate=0.0)
 
 
@@ -102,7 +99,6 @@ class OwnStep(keras.Sequential):
 
 
 def train_own(strategy):
-    """Train by a step of one's own."""
     with strategy.scope():
         model = replica_exact(OwnStep(process_programs.classifier().layers))
     model.compile("adam", process_programs.LOSS, steps_per_execution=3)
@@ -114,7 +110,6 @@ def train_own(strategy):
 
 
 def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
-    """Train, evaluate, predict: weights, logs and counts."""
     with strategy.scope():
         model = process_programs.classifier()
     train = pipelines.train_pipeline(

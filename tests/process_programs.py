@@ -39,7 +39,6 @@ class Steps(keras.callbacks.Callback):
 
 
 def by_fit(model, train, held_out, *, epochs, compiled=None, examples=None, **settings):
-    """Train with Keras' `fit`, evaluate and predict."""
     model = replica_exact(model)
     model.compile(
         **{"optimizer": "adam", "loss": LOSS, "weighted_metrics": ["accuracy"]} | (compiled or {})
@@ -51,7 +50,6 @@ def by_fit(model, train, held_out, *, epochs, compiled=None, examples=None, **se
 
 
 def by_step(model, train, *, epochs):
-    """Train on JAX in a loop of one's own."""
     import jax
 
     optimizer = keras.optimizers.Adam()
@@ -106,7 +104,6 @@ def assert_close(found, expected, *, rtol=1e-5, atol=1e-5):
 
 
 def sentence_of(call):
-    """Return what a call raises to its user."""
     try:
         call()
     except ValueError as error:

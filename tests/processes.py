@@ -21,7 +21,6 @@ LIMIT = 600.0  # seconds for anything, on a machine that is slow and busy
 
 
 def run(*command, check=True, cwd=None, seconds=SOON, **variables):
-    """Run a program to its end, with other variables; return it with what it printed."""
     ended = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
@@ -36,13 +35,11 @@ def run(*command, check=True, cwd=None, seconds=SOON, **variables):
 
 
 def with_others(variables):
-    """Return this process' environment with other variables, or without those that are None."""
     values = {**os.environ, **variables}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def run_code(code, *words, **settings):
-    """Run a program of Python, which has some words after its name, to its end."""
     return run(sys.executable, "-c", code, *words, **settings)
 
 
@@ -75,7 +72,6 @@ class Process:
         return sum(text in line for line in [*self.lines])
 
     def wait_for(self, text, count=1, seconds=LIMIT):
-        """Wait until so many lines have a text."""
         deadline = time.monotonic() + seconds
         while self.count(text) < count:
             if self._process.poll() is not None:
@@ -89,13 +85,11 @@ class Process:
         self._process.send_signal(number)
 
     def end(self, seconds=LIMIT):
-        """Wait for its end; return the exit code."""
         code = self._process.wait(timeout=seconds)
         self._reader.join(timeout=10)
         return code
 
     def kill(self):
-        """Kill it and all that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self.end()
@@ -122,7 +116,6 @@ class Together:
             process.wait_for(text, count, seconds)
 
     def end(self, seconds=LIMIT):
-        """Wait for all; return their exit codes."""
         deadline = time.monotonic() + seconds
         return [process.end(max(0.0, deadline - time.monotonic())) for process in self.running]
 
@@ -158,7 +151,6 @@ def free_port():
 
 
 def left_of(mark):
-    """Wait until the processes that bear a mark have ended; return those that do not."""
     deadline = time.monotonic() + SOON
     while (left := child_processes.marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -166,7 +158,6 @@ def left_of(mark):
 
 
 def wait_for_file(file):
-    """Wait until a file is there."""
     deadline = time.monotonic() + SOON
     while not file.exists():
         assert time.monotonic() < deadline, f"{file.name} did not come"

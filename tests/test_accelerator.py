@@ -11,7 +11,7 @@ import pytest
 from tests.processes import Process, Together, wait_for_file
 from tests.python_without import python_without
 from tools.accelerator import __main__ as command
-from tools.accelerator import ahead, bert, speed
+from tools.accelerator import bert, speed
 
 REHEARSED = ("correct", "watching", "bert")  # the others do the same with larger models
 EXPLAINED = ("PyTorch is not installed", "no nvidia-smi")
@@ -76,35 +76,3 @@ def test_the_operations_of_bert_are_six_for_each_weight_and_token():
     size = dataclasses.replace(bert.SIZES[False], masked=0, length=1)  # no attention to speak of
     weights = 12 * 12 * 768**2
     assert bert.work(size).flops == pytest.approx(6.0 * weights * size.batch * size.steps, rel=1e-3)
-
-
-PROGRAM = """HloModule step
-
-%fused (p: bf16[8,4]) -> f32[8] {
-  %p = bf16[8,4]{1,0} parameter(0)
-  %wide = f32[8,4]{1,0} convert(%p)
-  %zero = f32[] constant(0)
-  ROOT %r = f32[8]{0} reduce(%wide, %zero), dimensions={1}, to_apply=%sum.1
-}
-
-%body (t: (bf16[8,4])) -> (bf16[8,4]) {
-  %t = (bf16[8,4]{1,0}) parameter(0)
-  %x = bf16[8,4]{1,0} get-tuple-element(%t), index=0
-  %y = bf16[8,4]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"
-  ROOT %u = (bf16[8,4]{1,0}) tuple(%y)
-}
-
-ENTRY %main (x: bf16[8,4]) -> f32[8] {
-  %x.1 = bf16[8,4]{1,0} parameter(0)
-  %t.1 = (bf16[8,4]{1,0}) tuple(%x.1)
-  %w = (bf16[8,4]{1,0}) while(%t.1), body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  %z = bf16[8,4]{1,0} get-tuple-element(%w), index=0
-  ROOT %s = f32[8]{0} fusion(%z), kind=kLoop, calls=%fused
-}
-"""
-
-
-def test_bytes_of_a_program_are_counted_by_kind_and_as_often_as_a_loop_repeats():
-    moved, count = ahead.kinds(PROGRAM)
-    assert moved == {"products": 5 * 3 * 64, "sums": 64 + 32}
-    assert count == {"products": 5, "sums": 1}

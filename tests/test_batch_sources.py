@@ -138,36 +138,21 @@ from_grain, NUMBERS, RANDOM = (
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (
-            lambda: batches.Source(4, lambda i: (i, np.zeros(len(i) + 1))),
-            r"same number of examples.*\(2,\), \(3,\)",
-        ),
+        (lambda: batches.Source(4, lambda i: (i, np.zeros(len(i) + 1))), r"\(2,\), \(3,\)"),
         (lambda: batches.Source(4, lambda _: np.zeros(3)), "indices=2, examples=3"),
         (lambda: [[1, 2], [3]], r"one shape.*first=\[1, 2\]"),
         (lambda: of_columns(y=[1, None]), "missing values.*'y', missing=1"),
         (lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2), "no array of n.*part='y'.*flatten"),
         (lambda: batches.from_datasets(datasets.DatasetDict(), x="a"), r'split.*`data\["tr'),
         (lambda: of_columns(x=[[1.0], [2.0], [3.0, 4.0], [5.0, 6.0]]), "shape and the type.*'x'"),
-        (
-            lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x="b"),
-            r"no such column.*'b', columns=\['a'\]",
-        ),
+        (lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x="b"), r"\['a'\]"),
         (lambda: datasets.Dataset.from_dict({"a": [1, 2]}), "no arrays.*from_datasets"),
         (lambda: NUMBERS, "no arrays.*'RangeMapDataset'.*from_grain"),
-        (
-            lambda: from_grain(NUMBERS.map(lambda x: x + RANDOM.random())),
-            "another one each time.*`augment`",
-        ),
+        (lambda: from_grain(NUMBERS.map(lambda x: x + RANDOM.random())), "another one.*`augment`"),
         (lambda: from_grain(NUMBERS.filter(lambda x: x != 1)), "filtered.*to_iter_dataset"),
-        (
-            lambda: from_grain(grain.MapDataset.source([[1], [1, 2]]).map(np.array)),
-            "same parts, of the same shape.*Pad or cut",
-        ),
+        (lambda: from_grain(grain.MapDataset.source([[1], [1, 2]]).map(np.array)), "Pad or cut"),
         (lambda: from_grain(NUMBERS.batch(2)), r"single.*'BatchMapDataset'.*Leave `.batch\(\)`"),
-        (
-            lambda: from_grain(iter(NUMBERS.to_iter_dataset()), examples=4),
-            r"begin again.*`iter\(\)`",
-        ),
+        (lambda: from_grain(iter(NUMBERS.to_iter_dataset()), examples=4), r"begin.*`iter\(\)`"),
         (lambda: from_grain(NUMBERS.repeat()), "how many examples.*Pass `examples`"),
     ],
 )

@@ -43,13 +43,11 @@ REPOSITORY = "https://github.com/kdpkit/kdpkit/blob/main/"
 
 
 def blocks(page, language):
-    """Return title and text of a page's blocks."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
     return [(title, text) for name, title, text in found if name == language]
 
 
 def programs():
-    """Return command and text of every program, by name."""
     found = {}
     for page in [page for page in DOCS if page != ERRORS]:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
@@ -89,7 +87,6 @@ REPEATING = (  # others show nearly the same, or have tests of their own
 
 
 def run(command, folder, fails_with):
-    """Run a command with the Python of the tests; it works, or fails with a message."""
     variables = dict.fromkeys(("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS"))
     words = shlex.split(command)
     while "=" in words[0]:
@@ -141,7 +138,6 @@ def test_pages_have_programs_and_no_other_titles():
 
 
 def of_programs(*, here):
-    """Give names of programs as a test's parameters."""
     for name, (command, _) in PROGRAMS.items():
         kind, _, message = command.partition(FAILS)
         # On JAX stock `fit` works once `replica_exact` was used in the process.
@@ -183,7 +179,6 @@ def test_a_program_of_a_page_runs(name, tmp_path):
 
 
 def anchors(page):
-    """Return the anchors of a page's headings."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = [
         re.sub(r"`|\[|\]\([^)]*\)", "", line) for line in re.findall(r"^#+ (.*)$", text, re.M)
@@ -223,7 +218,6 @@ def test_a_broken_link_would_be_seen(tmp_path):
 
 
 def commands():
-    """Return every call of `kdpkit` in the shell blocks, without what follows `--`."""
     shell = [text for page in PAGES for _, text in blocks(page, "bash")]
     lines = "".join(shell).replace("\\\n", "").splitlines()
     calls = [re.search(r"(?:^|\s)kdpkit (\S.*)$", line) for line in lines]
@@ -270,7 +264,6 @@ def test_every_page_is_in_the_menu_of_the_site_or_is_for_those_who_change_kdpkit
 
 
 def public_names(module):
-    """Return the names in the `__all__` of a module, from its source."""
     folder = ROOT / "kdpkit" / module
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     listed = re.search(r"^__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.M | re.S)
@@ -279,7 +272,6 @@ def public_names(module):
 
 
 def unused_names(names, text):
-    """Return the names, as `module.name`, that a text does not use."""
     unused = []
     for name in names:
         module, _, attribute = name.partition(".")
@@ -287,16 +279,6 @@ def unused_names(names, text):
         if not re.search(rf"\b{re.escape(name)}\b|{imported}", text):
             unused.append(name)
     return unused
-
-
-def test_tests_on_a_page_neither_wait_for_a_busy_machine_nor_shrink_what_compiles():
-    text = "".join(text for _, text in PROGRAMS.values() if "hypothesis" in text)
-    tests = re.findall(r"(\S[^\n]*)\n@given\(.*?(?=\n\n\n|\Z)", text, re.DOTALL)
-    assert {line.partition("(")[0] for line in tests} == {"@patient", "@settings"}
-    assert "patient = settings(deadline=None)" in text
-    (compiling,) = (line for line in tests if "max_examples" in line)
-    assert "phases=" in compiling
-    assert all("deadline=None" in line for line in tests if line != "@patient")
 
 
 def test_there_are_few_public_names_and_a_page_or_a_recipe_uses_each():
@@ -307,12 +289,6 @@ def test_there_are_few_public_names_and_a_page_or_a_recipe_uses_each():
     readable = [README, *(file for file in files if file.suffix in (".md", ".py", ".ipynb"))]
     text = "\n".join(file.read_text(encoding="utf-8") for file in readable)
     assert unused_names(names, text) == ["cli.main"]  # which is the command `kdpkit`
-
-
-def test_an_unused_name_would_be_seen():
-    text = "from kdpkit.cluster import ClusterConfig\n# launch\n`scaling.ScalePlan(...)`"
-    names = ["cluster.ClusterConfig", "cluster.source", "launch.launch", "scaling.ScalePlan"]
-    assert unused_names(names, text) == ["cluster.source", "launch.launch"]
 
 
 def test_a_page_of_the_reference_that_lists_names_lists_all():

@@ -27,7 +27,6 @@ model.fit(x, y, batch_size=64)
 
 
 def doctor(*words, **environment):
-    """Run it in a process of its own, as its user does."""
     return run(sys.executable, "-m", "kdpkit", "doctor", *words, check=False, **environment)
 
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def env(*words, python=sys.executable, **environment):
-    """Run it in a process of its own, as its user does."""
     return run(python, "-m", "kdpkit", "env", *words, check=False, **environment)
 
 

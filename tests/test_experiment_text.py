@@ -17,8 +17,6 @@ DOCUMENTS = st.lists(st.lists(st.integers(5, 49), max_size=9), min_size=1, max_s
 
 
 class Numbers:
-    """A tokenizer of words that are numbers."""
-
     start_token_id, end_token_id, pad_token_id = START, END, PAD
 
     def __call__(self, texts):

@@ -34,13 +34,6 @@ def test_outputs_are_short_text_and_every_cell_is_short_and_explained(path):
     assert len(recipes) >= 2
 
 
-def test_what_a_terminal_shows_of_bars_is_their_last_state():
-    bar = (
-        "Epoch 1/2\n\r\x1b[1m1/2\x1b[0m - loss: 3\x08\x08\r\x1b[1m2/2\x1b[0m - loss: 2   \nEnd\r\n"
-    )
-    assert notebooks.shown(bar) == "Epoch 1/2\n2/2 - loss: 2\nEnd\n"
-
-
 @pytest.mark.parametrize("name", make_notebooks.TITLES)
 def test_the_other_notebooks_are_made_from_the_first(name):
     written = make_notebooks.path_of(name).read_text(encoding="utf-8")
@@ -48,11 +41,9 @@ def test_the_other_notebooks_are_made_from_the_first(name):
     assert written.strip() == made.strip(), "Run `python -m tools.make_notebooks`."
 
 
-@EACH
-def test_what_is_installed_may_be_a_name_an_address_or_a_path(path, tmp_path):
-    (cell,) = (
-        cell for cell in nbformat.read(path, nbformat.NO_CONVERT).cells if "%pip" in cell.source
-    )
+def test_what_is_installed_may_be_a_name_an_address_or_a_path(tmp_path):
+    notebook = nbformat.read(make_notebooks.SOURCE, nbformat.NO_CONVERT)
+    (cell,) = (cell for cell in notebook.cells if "%pip" in cell.source)
     python = "\n".join(line for line in cell.source.splitlines() if line[0] not in "!%")
 
     def installed(source):

@@ -47,7 +47,6 @@ class Cluster:
         self.servers[role, index] = self._start(role=role, index=index)
 
     def chief(self, *runs, workers=2):
-        """Start a chief that knows some of the workers, for some runs."""
         return self._start(runs, role="chief", workers=self.config.workers[:workers])
 
     def end(self):
@@ -56,7 +55,6 @@ class Cluster:
 
 
 def result(chief, number=0):
-    """Wait for what came out of a run."""
     chief.wait_for('"iterations":', count=number + 1)
     return json.loads([line for line in chief.lines if line.startswith("{")][number])
 
@@ -123,7 +121,6 @@ def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster
 
 
 def kill_in_a_step(cluster, chief):
-    """Kill a worker in a step of the current run, and see that the other goes on."""
     chief.wait_for("step ", count=chief.count("step ") + 1)
     time.sleep(random.uniform(0, 1))
     cluster.servers["worker", 1].kill()
@@ -223,7 +220,6 @@ def test_a_call_that_tensorflow_cancels_is_made_again_while_servers_listen(monke
 
 
 def failing(kind, printed="RecvFromRemoteAsync is cancelled.", *, times=1):
-    """Make a call that fails some times."""
     errors = [kind(None, None, printed)] * times
 
     def call():

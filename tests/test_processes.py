@@ -23,7 +23,6 @@ from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
 RUNS = {
-    "plain": {},
     "accumulating": {"accumulation": 2},
     "step": {"by": "step"},
     "generated": {"generated": True, "epochs": 1},
@@ -49,7 +48,6 @@ pytestmark = [
 
 
 def together(count, *runs, flags="", **variables):
-    """Start tests/jax_process.py as so many processes."""
     shared = {"processes": count, "port": free_port(), "runs": runs, "flags": flags}
     program = [sys.executable, "-m", "tests.jax_process"]
     variables |= {"KERAS_BACKEND": "jax"}
@@ -59,14 +57,11 @@ def together(count, *runs, flags="", **variables):
 
 
 def results(shown):
-    """Return what came out of each run."""
     return [json.loads(line)["found"] for line in shown.splitlines() if line[:8] == '{"found"']
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process trains, by the name of the run."""
-
     def train():
         with together(1, *RUNS.values()) as started:
             assert started.end() == [0], started.shown
@@ -160,7 +155,6 @@ def test_two_processes_load_train_and_save_a_model_that_fits_neither(tmp_path):
 
 
 def with_memory(directory, *, processes, mebibytes):
-    """Return what came out of a large model's training in each process."""
     flags = (  # as docs/how_to/shard_variables.md says
         "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED "
         "--xla_disable_hlo_passes=cpu-all-reduce-combiner"

@@ -6,16 +6,15 @@ import itertools
 import json
 import re
 import resource
-import signal
 import sys
 
 import keras
 import numpy as np
 import pytest
 
-from kdpkit import callbacks, errors, experiment, schedules
+from kdpkit import callbacks, experiment, schedules
 from recipes import cnn_custom_loop, cnn_fit
-from tests.processes import ROOT, SOON, Process, Together, run, run_code
+from tests.processes import ROOT, run, run_code
 
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 ON_ONE = ("--strategy", "one", "--replicas", "1")
@@ -35,7 +34,6 @@ AS_WELL = {"lm": ("--remat",)}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text file of lines long enough to train on."""
     random = np.random.default_rng(0)
     sentences = (" ".join(random.choice(WORDS, 9)).capitalize() + "." for _ in itertools.count())
     lines = (" ".join(itertools.islice(sentences, 3)) for _ in range(300))
@@ -46,7 +44,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A file of 200 small images, of which the last batch is uneven."""
     arrays, random = {}, np.random.default_rng(0)
     for split, count in (("train", 203), ("test", 19)):
         pictures = random.integers(0, 256, (count, 12, 12)).astype("uint8")
@@ -73,7 +70,6 @@ def saved_bert(directory, bias=0.0):
 
 @pytest.fixture(scope="module")
 def train(text, images, tmp_path_factory):
-    """Run a recipe in this process, small; return what it returns."""
     preset = saved_bert(tmp_path_factory.mktemp("preset") / "bert")
 
     def train(name, *flags):
@@ -88,7 +84,6 @@ def train(text, images, tmp_path_factory):
 
 @contextlib.contextmanager
 def watching(callback):
-    """Add a callback to those of every recipe."""
     usual = callbacks.training_callbacks
     with pytest.MonkeyPatch.context() as patch:
         more = lambda *given, **settings: [*usual(*given, **settings), callback]  # noqa: E731
@@ -209,19 +204,6 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(
     assert not list(tmp_path.rglob("*.keras"))
 
 
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_ctrl_c_ends_a_program_with_130_and_one_line(tmp_path):
-    flags = ["--resume", tmp_path / "state", "--smoke", "--epochs", "1000000"]
-    with Together([Process(sys.executable, "recipes/cnn_fit.py", *flags)]) as (training,):
-        training.wait_for("Epoch 1/1000000 - ")
-        training.send(signal.SIGINT)
-        assert training.end(SOON) == 130
-    sentence = f"Training was stopped by Ctrl-C. Its state is in {tmp_path / 'state'}, and the same"
-    assert training.lines[-1].startswith(f"cnn_fit.py: {sentence}")
-    assert "Traceback" not in training.shown
-
-
 # Single recipes
 
 
@@ -261,22 +243,6 @@ def test_a_preset_is_tuned_on_pairs_where_devices_share_the_model(tmp_path):
     tuned = models.Backbone.from_preset(str(tmp_path / "tuned"))
     kernels = [np.asarray(w) for of in (tuned, backbone) for w in of.weights if "query" in w.path]
     assert not np.allclose(*kernels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--steps-per-epoch", "999"], "more batches than the data"),
-        (["--warmup-steps", "99"], "warmup_steps"),
-        (["--data", "short.txt"], "long enough"),
-    ],
-)
-def test_bad_settings_get_one_sentence(train, flags, sentence, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("too short\n" * 100)
-    with pytest.raises(errors.InputError, match=sentence):
-        train("bert_mlm", *ON_ONE, "--smoke", *flags)
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ echo "scontrol $*"
 
 
 def started(directory, script, *command):
-    """Run a script as SLURM or a user would, in a directory."""
     commands = directory / "bin"
     commands.mkdir()
     for name, text in (("srun", START), ("mpirun", START), ("scontrol", SCONTROL)):

@@ -15,7 +15,6 @@ RELEASES = {"packaging": r"\d+\.\d+"}  # the first of a series has two numbers
 
 
 def lower_bounds():
-    """Return the lower bound of every package that users install, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(bound for name in FOR_USERS for bound in extras[name])]
@@ -30,12 +29,6 @@ def lower_bounds():
     return found
 
 
-def pins():
-    """Return the versions that `.ci/environment oldest` installs, by name."""
-    printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
-    return dict(line.split("==") for line in printed.stdout.splitlines())
-
-
 def test_every_package_has_one_lower_bound_that_names_a_release():
     for package, bounds in lower_bounds().items():
         assert len(bounds) == 1, package
@@ -47,7 +40,8 @@ def test_every_package_has_one_lower_bound_that_names_a_release():
 def test_the_oldest_versions_allowed_are_those_tested():
     bounds = lower_bounds().items()
     promised = {package: bound for package, (bound,) in bounds if package not in NEEDS_A_GPU}
-    tested = pins()
+    printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
+    tested = dict(line.split("==") for line in printed.stdout.splitlines())
     assert {"keras", "tensorflow", "jax", "numpy"} <= set(promised)
     assert {package: tested.get(package) for package in promised} == promised
 

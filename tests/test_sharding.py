@@ -4,12 +4,9 @@ import jax
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from kdpkit import scaling, sharding
-from kdpkit.sharding._batches import by_examples, place_batch
+from kdpkit import sharding
 from kdpkit.sharding._meshes import as_mesh, data_mesh
 
 pytestmark = pytest.mark.jax
@@ -50,23 +47,6 @@ def test_a_strategy_is_a_mesh_or_a_distribution_or_what_keras_has_set():
     assert as_mesh(two_axes) is two_axes
     with pytest.raises(ValueError, match=r"a strategy is .* or a `jax.sharding.Mesh`.*'mirrored'"):
         as_mesh("mirrored")
-
-
-# Batches.
-
-
-@settings(max_examples=30)
-@given(examples=st.integers(1, 24), devices=st.integers(1, 8))
-def test_a_batch_of_any_size_is_placed_and_split_as_tf_distribute_splits_it(examples, devices):
-    mesh = data_mesh(devices)
-    x = np.arange(examples * 3, dtype="float32").reshape(examples, 3)
-    placed = place_batch(x, mesh)
-    np.testing.assert_array_equal(placed, x)
-    if examples % devices == 0:
-        placed = jax.device_put(x, by_examples(mesh))
-        shards = sorted(placed.addressable_shards, key=lambda shard: shard.device.id)
-        assert tuple(len(s.data) for s in shards) == scaling.split_batch(examples, devices)
-        np.testing.assert_array_equal(np.concatenate([s.data for s in shards]), x)
 
 
 # Processes; tests/test_processes.py starts real ones.

@@ -142,7 +142,6 @@ def test_on_four_devices():
 
 
 def with_plugin(directory, tests, *flags, **variables):
-    """Run tests as their user does; return what is printed."""
     (directory / "test_devices.py").write_text(tests)
     command = (sys.executable, "-m", "pytest", "-p", "kdpkit.testing.pytest_plugin", *flags)
     done = run(*command, cwd=directory, check=False, **variables)

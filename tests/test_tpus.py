@@ -61,17 +61,6 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
     assert "this machine has no TPU chip" in nothing
 
 
-@pytest.mark.tensorflow
-def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
-    from kdpkit import strategies
-
-    strategies.select_strategy("auto")
-    shown = capsys.readouterr().out
-    assert shown == "Strategy: one replica on CPU:0: there is no GPU and no TPU.\n"
-    strategies.select_strategy("one")
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.jax
 @pytest.mark.slow
 @pytest.mark.parametrize(

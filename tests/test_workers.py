@@ -54,11 +54,10 @@ def of_two_processes(directory):
     }
 
 
-@pytest.mark.parametrize("way", ["fit", "step"])
-def test_two_processes_train_evaluate_and_predict_as_one_device(two, way):
-    train = getattr(worker_process, f"by_{way}")
-    alone = train(strategies.select_strategy("one"))
-    first, second = (found[way] for found in two["found"])
+def test_two_processes_train_evaluate_and_predict_as_one_device(two):
+    """By steps of one's own: tests/test_elastic.py."""
+    alone = worker_process.by_fit(strategies.select_strategy("one"))
+    first, second = (found["fit"] for found in two["found"])
     assert first == second
     assert_close(first, alone, atol=2e-6)
 

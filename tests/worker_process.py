@@ -48,7 +48,6 @@ def of_unknown_length(batches):
 
 
 def watching(directory):
-    """Callbacks that write into a directory that all processes use."""
     by_orbax = [keras.callbacks.OrbaxCheckpoint(str(directory / "orbax"))] if HAS_ORBAX else []
     return [
         *by_orbax,
@@ -79,33 +78,7 @@ def by_fit(strategy, directory=None):
     return found | {"on_batch": model.train_on_batch(x[:5], y[:5])}
 
 
-def by_step(strategy):
-    """Train in a loop of one's own, with an optimizer that the first step builds, and evaluate."""
-    with strategy.scope():
-        model, optimizer = process_programs.classifier(dropout=0.5), keras.optimizers.Adam()
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-
-    @replica_exact
-    def train_step(x, y, weights):
-        with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = LOSS(y, logits, weights) + sum(model.losses)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        accuracy.update_state(y, logits)
-        return loss
-
-    predict = replica_exact(lambda x: model(x, training=False))
-    losses = [float(train_step(*batch)) for _ in range(2) for batch in dataset()]
-    return {
-        "losses": [*losses, float(accuracy.result())],
-        "predicted": [predict(x).numpy().tolist() for x, *_ in dataset()],
-        "weights": process_programs.values_of([*model.variables, *optimizer.variables]),
-    }
-
-
 def disagreements(strategy, model):
-    """Train on data that are not the same in all processes; return the sentences."""
     index = processes.index()
     with strategy.scope():
         other = testing.tiny_classifier()
@@ -183,7 +156,6 @@ def main():
         "strategy": strategies.describe(strategy),
         "is_chief": strategies.is_chief(),
         "fit": by_fit(strategy, pathlib.Path(sys.argv[1])),
-        "step": by_step(strategy),
         "disagreements": disagreements(strategy, model),
     }
     print(json.dumps(found, default=float), flush=True)

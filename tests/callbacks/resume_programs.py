@@ -136,7 +136,6 @@ def from_a_later_epoch_of_endless_data(resume, *others):
 
 @program()
 def in_two_phases(resume, *others):
-    """Train the head, then all with a lower rate."""
     model = compiled(None, layers.Dense(4, name="base"))
     model.get_layer("base").trainable = False
     model.compile(keras.optimizers.Adam(0.1), LOSS)
@@ -181,16 +180,12 @@ class Subclassed(keras.Model):
 
 
 class Halving(keras.callbacks.Callback):
-    """A schedule that continues from the rate that it finds."""
-
     def on_epoch_begin(self, epoch, logs=None):
         rate = self.model.optimizer.learning_rate
         self.model.optimizer.learning_rate = 0.5 * float(rate)
 
 
 class Shuffled(keras.utils.PyDataset):
-    """Shuffles between epochs with random numbers of its own."""
-
     def __init__(self, **settings):
         super().__init__(**settings)
         self.random = np.random.default_rng(3)
@@ -233,15 +228,11 @@ def with_averages_that_are_swapped_and_a_checkpoint_of_every_fourth_batch(resume
 
 
 class Noise(layers.Layer):
-    """Draws from Keras' global seeds."""
-
     def call(self, x, training=False):
         return x + 0.3 * keras.random.normal(keras.ops.shape(x)) if training else x
 
 
 class Largest(keras.metrics.Metric):
-    """The mean over the batches of the largest prediction."""
-
     def __init__(self):
         super().__init__(name="largest")
         self.total = self.add_weight(shape=(), initializer="zeros")
@@ -265,8 +256,6 @@ def with_a_metric_of_its_own_and_numbers_without_a_seed_on_two_replicas(resume, 
 
 
 class DrawsAsTensorFlowDoes(layers.Layer):
-    """Draws from a generator of TensorFlow, which the layer holds."""
-
     def __init__(self):
         import tensorflow as tf
 
@@ -301,8 +290,6 @@ def with_states_of_layers_and_losses_that_keras_does_not_list(resume, *others):
 
 
 class Adversaries(keras.Model):
-    """A generator and a discriminator, whose optimizers are in a container."""
-
     def __init__(self):
         super().__init__()
         self.parts = [keras.Sequential([layers.Dense(n)]) for n in (4, 1)]

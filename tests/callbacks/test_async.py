@@ -14,8 +14,6 @@ pytestmark = pytest.mark.jax
 
 
 class Batchwise(keras.callbacks.Callback):
-    """A callback of a user, which notes the threads that call it."""
-
     def __init__(self, *, async_safe):
         super().__init__()
         self.async_safe, self.threads = async_safe, set()

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from kdpkit.callbacks import LearningRateLogger, PrintLR, training_callbacks
+from kdpkit.callbacks import (
+    LearningRateLogger,
+    PrintLR,
+    TensorBoard,
+    Throughput,
+    training_callbacks,
+)
 
 from .falling_weight import SetRate, Truth, falling_weight, ones, straight_decay
 
@@ -157,15 +163,16 @@ def test_several_optimizers_have_no_single_rate(capsys):
 
 
 @pytest.mark.tensorflow
-def test_a_model_without_a_keras_optimizer_has_no_rate(capsys):
+def test_a_model_without_a_keras_optimizer_has_no_rate(capsys, tmp_path):
     class Own(keras.Model):
         def train_step(self, _):
             return {"own": 2.0}
 
     model = Own()
     model.compile(optimizer=None)
-    history = model.fit(**ones(2), callbacks=[LearningRateLogger(), PrintLR()]).history
-    assert history.keys() == {"own"}
+    watching = [LearningRateLogger(), PrintLR(), Throughput(2), TensorBoard(tmp_path)]
+    history = model.fit(**ones(2), callbacks=watching).history
+    assert history.keys() == {"own", "steps_per_second", "examples_per_second"}
     assert "no single one, `model.optimizer` is NoneType" in capsys.readouterr().out
 
 

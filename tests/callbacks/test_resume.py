@@ -80,7 +80,6 @@ HOOKS = {
 
 
 def lived(name, directory, stop=None, **settings):
-    """Run a program from its beginning; return what it ends with, or None if it is stopped."""
     keras.utils.set_random_seed(0)
     directory.mkdir(exist_ok=True)
     learning = LEARNING[name](directory)
@@ -215,25 +214,6 @@ def test_training_that_failed_after_it_continued_does_not_move_the_next_one(tmp_
     assert fit(model, data, epochs=1).history.epoch == [0]
 
 
-def test_after_a_crash_a_csv_log_has_what_was_trained_again_twice(tmp_path):
-    """An epoch's row is there twice if the epoch ended after the last state, as the page says."""
-    logs = {}
-    for freq in (4, "epoch"):  # Four batches: the state is of step 4, one before the epoch's end.
-        for stop in (Stop("error", STEPS + 2), Stop("error", 1000)):
-            log = keras.callbacks.CSVLogger(tmp_path / f"{freq}.csv", append=True)
-            resume = Resume(tmp_path / str(freq), save_freq=freq)
-            model = compiled()
-            with contextlib.suppress(CrashError):
-                fit(model, resume.track(batches()), log, stop, resume)
-            if log.csv_file:  # as the end of a process closes it
-                log.csv_file.close()
-        logs[freq] = (tmp_path / f"{freq}.csv").read_text().splitlines()[1:]
-        assert model.history.epoch == [*range(EPOCHS)]
-    assert [row[0] for row in logs["epoch"]] == ["0", "1", "2"]
-    assert [row[0] for row in logs[4]] == ["0", "0", "1", "2"]
-    assert logs[4][0] == logs[4][1]
-
-
 def test_tracked_batches_can_be_copied_and_pickled(tmp_path):
     train = Resume(tmp_path).track(batches())
     assert len(pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(train))))) == STEPS
@@ -244,7 +224,6 @@ def test_tracked_batches_can_be_copied_and_pickled(tmp_path):
 
 @contextlib.contextmanager
 def shown_together():
-    """Write stdout and stderr to one text, as a terminal shows them."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         yield text

@@ -16,8 +16,8 @@ from kdpkit import checkpoints
 from kdpkit.batches import ArrayBatches, Source
 from kdpkit.callbacks import Resume
 
-STEPS = 5
-X = np.random.default_rng(0).random((45, 4)).astype("float32")
+STEPS = 3
+X = np.random.default_rng(0).random((27, 4)).astype("float32")
 
 
 class OwnSchedule(schedules.LearningRateSchedule):
@@ -72,9 +72,8 @@ class OddBatches(keras.utils.PyDataset):
         return X[:8], X[:8, :1]
 
 
-def build(first="left", second="right", *, width=4, activation=None, frozen=False, rates=(0.2,)):
-    hidden = [layers.Dense(width, activation, name=name) for name in (first, second)]
-    hidden[0].trainable = not frozen
+def build(first="left", second="right", *, width=4, rates=(0.2,)):
+    hidden = [layers.Dense(width, name=name) for name in (first, second)]
     x = inputs = keras.Input((4,))
     for layer in [*hidden, *map(layers.Dropout, rates), layers.Dense(1, name="head")]:
         x = layer(x)
@@ -91,23 +90,23 @@ def build_unnamed(*, swap=False, before=0):
     return keras.Model(inputs, x)
 
 
-def batches(examples=45, size=8, seed=1):
+def batches(examples=27, size=8, seed=1):
     return ArrayBatches((X[:examples], X[:examples, :1]), global_batch_size=size, seed=seed)
 
 
-def source(examples=45):
+def source(examples=27):
     data = Source(examples, lambda indices: (X[indices], X[indices, :1]))
     return ArrayBatches(data, global_batch_size=8, seed=1)
 
 
-def pipeline(examples=45):
+def pipeline(examples=27):
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensor_slices((X[:examples], X[:examples, :1]))
-    return data.shuffle(45, seed=3).map(lambda *x: x).batch(8, drop_remainder=True)
+    return data.shuffle(27, seed=3).map(lambda *x: x).batch(8, drop_remainder=True)
 
 
-def train_pipeline(examples=45):
+def train_pipeline(examples=27):
     import tensorflow as tf
 
     from kdpkit import pipelines
@@ -129,7 +128,6 @@ def run(
     fit=None,
     **settings,
 ):
-    """Train until `stop` or the end of three epochs; return the model and its last rate."""
     keras.backend.clear_session()  # Names of layers count from 0, as in a new process.
     keras.config.set_dtype_policy(policy)
     compiled = {"loss": "mse", "metrics": ["mae"], "run_eagerly": True} | settings
@@ -137,7 +135,8 @@ def run(
         trained = model()
         trained.compile(optimizer(), **compiled)
         watching, steps = callbacks(), iter(range(1, 100))
-        resume = Resume(directory, callbacks=[x for x in watching if not is_schedule(x)])
+        learning = [x for x in watching if not isinstance(x, LearningRateScheduler)]
+        resume = Resume(directory, callbacks=learning)
         stopping = LambdaCallback(
             on_train_batch_end=lambda *_, **__: next(steps) == stop and resume.request_stop()
         )
@@ -152,13 +151,8 @@ def run(
     return trained, float(keras.ops.convert_to_numpy(used.learning_rate))
 
 
-def is_schedule(callback):
-    return isinstance(callback, LearningRateScheduler)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that returns the directory of a stopped program; each is run once."""
     directories = {}
 
     def of(name, settings):
@@ -233,16 +227,13 @@ USED = {
         *(END, scaled(Adam), scaled(Adam, initial_scale=8.0)),
         r"initial_scale=8.0 \(saved: 32768.0\)",
     ),
-    "examples": (END, {}, of(batches, 40), r"number_of_examples=40 \(saved: 45\)"),
+    "examples": (END, {}, of(batches, 24), r"number_of_examples=24 \(saved: 27\)"),
     "batch": (END, {}, of(batches, size=9), r"global_batch_size=9 \(saved: 8\)"),
     "order": (END, {}, of(batches, seed=2), r"seed=2 \(saved: 1\)"),
     # Not compared, and documented.
     "names that Keras counts": (END, UNNAMED, {"model": lambda: build_unnamed(before=3)}, None),
-    "loss": (END, {}, {"loss": "mae"}, None),
     "numbers": (END, {}, {"policy": "mixed_bfloat16"}, None),
-    "activation": (END, {}, built(activation="tanh"), None),
     "dropout": (INSIDE, {}, built(rates=[0.1]), None),
-    "metrics": (END, {}, {"metrics": ["mse"]}, None),
     "plateau": (END, reducing(), reducing(cooldown=2), None),
     "execution": (INSIDE, {}, {"steps_per_execution": 2}, None),
 }
@@ -254,10 +245,6 @@ RAISES = {
         *(END, {}, constant(0.01, use_ema=True)),
         DOES_NOT_FIT.format("optimizer", "adam/left_kernel_average", "adam/left_kernel_momentum"),
     ),
-    "accumulation": (
-        *(END, {}, constant(0.01, gradient_accumulation_steps=2)),
-        DOES_NOT_FIT.format("optimizer", "adam/left_kernel_gradient_acc", "adam/left_kernel_mom"),
-    ),
     "order of layers": (
         *(END, {}, built(first="right", second="left")),
         DOES_NOT_FIT.format("model", "right/kernel', .4, 4", "left/kernel', .4, 4"),
@@ -265,10 +252,6 @@ RAISES = {
     "order of layers without names": (
         *(END, UNNAMED, {"model": lambda: build_unnamed(swap=True)}),
         DOES_NOT_FIT.format("model", "dense_1/kernel", "dense/kernel"),
-    ),
-    "name": (
-        *(END, {}, built(second="middle")),
-        DOES_NOT_FIT.format("model", "middle/kernel", "right/kernel"),
     ),
     "width": (
         *(END, {}, built(width=5)),
@@ -278,8 +261,8 @@ RAISES = {
         *(END, {}, built(rates=[0.2, 0.2])),
         DOES_NOT_FIT.format("model", "seed_generator_1/", "head/kernel"),
     ),
-    "examples": (INSIDE, {}, of(batches, 40), "saved=45, number_of_examples=40"),
-    "examples of a source": (INSIDE, of(source), of(source, 40), "=45, number_of_examples=40"),
+    "examples": (INSIDE, {}, of(batches, 24), "saved=27, number_of_examples=24"),
+    "examples of a source": (INSIDE, of(source), of(source, 24), "=27, number_of_examples=24"),
     "batch": (INSIDE, {}, of(batches, size=9), "saved=8, global_batch_size=9"),
     "order": (INSIDE, {}, of(batches, seed=2), "saved=1, seed=2"),
     "metrics": (
@@ -292,14 +275,13 @@ RAISES = {
 
 
 def started_again(table, change, saved, directory):
-    """Run a changed program on a copy of the state that it had before; return what it ends with."""
     where, before, changed, sentence = table[change]
     of_case = saved((where, table is USED, change) if before else where, before | FIRST[where])
     shutil.copytree(of_case, directory / "run")
     return (*run(directory / "run", **before | changed), sentence)
 
 
-QUICK = {"rate inside", "rate to schedule", "examples", "order of layers", "monitor", "name"}
+QUICK = {"rate inside", "rate to schedule", "examples", "order of layers", "monitor"}
 
 
 def mostly_slow(table):
@@ -320,12 +302,12 @@ def test_a_changed_setting_is_used_and_reported(change, saved, tmp_path):
 
 
 UNCHANGED = {
-    "schedule": {"optimizer": lambda: SGD(OddSchedule())},
-    "optimizer": {"optimizer": lambda: OldOptimizer(0.1, clipnorm=np.float32(0.1))},
-    "function": {"optimizer": lambda: SGD(lambda: 0.1)},
-    "several": {"optimizer": lambda: several(0.1)},
-    "callback": {"callbacks": lambda: [OddCallback()]},
-    "data": {"data": OddBatches},
+    "schedule": {"optimizer": lambda: SGD(OddSchedule()), "data": OddBatches},
+    "optimizer": {
+        "optimizer": lambda: OldOptimizer(0.1, clipnorm=np.float32(0.1)),
+        "callbacks": lambda: [OddCallback()],
+    },
+    "several": {"optimizer": lambda: several(lambda: 0.1)},
 }
 
 
@@ -346,8 +328,8 @@ def test_a_change_that_a_state_does_not_fit_raises(change, saved, tmp_path):
 @pytest.mark.parametrize("data", [pipeline, train_pipeline])
 def test_a_pipeline_of_other_examples_raises_inside_an_epoch(data, tmp_path):
     run(tmp_path, data=data, stop=STEPS + 2)
-    with pytest.raises(ValueError, match="saved=45, number_of_examples=40"):
-        run(tmp_path, data=lambda: data(40))
+    with pytest.raises(ValueError, match="saved=27, number_of_examples=24"):
+        run(tmp_path, data=lambda: data(24))
 
 
 @pytest.mark.parametrize(
@@ -365,8 +347,7 @@ def test_a_rate_that_training_reduced_is_restored_unless_the_program_changes_it(
     assert rate == pytest.approx(expected / 2)
 
 
-@pytest.mark.parametrize("is_lowered", [False, True])
-@pytest.mark.parametrize("is_relative", [False, True])
+@pytest.mark.parametrize(("is_relative", "is_lowered"), [(False, False), (True, True)])
 def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_relative, is_lowered, tmp_path):
     def program(rate, epochs):
         keras.backend.clear_session()
@@ -393,7 +374,7 @@ def test_a_rate_set_between_two_calls_of_fit_is_the_programs(is_relative, is_low
 def test_a_call_that_failed_and_is_repeated_has_the_rate_of_the_state(tmp_path):
     model, resume = build(), Resume(tmp_path)
     model.compile(SGD(0.1), "mse", run_eagerly=True)
-    train, failures = resume.track(batches()), iter([False] * 6 + [True] + [False] * 99)
+    train, failures = resume.track(batches()), iter([False] * (STEPS + 1) + [True] + [False] * 99)
     scheduler = LearningRateScheduler(lambda _, rate: rate / 2)
     failing = LambdaCallback(on_train_batch_end=lambda *_, **__: 1 // (not next(failures)))
     for expected in (pytest.raises(ZeroDivisionError), contextlib.nullcontext()):

@@ -10,12 +10,6 @@ from kdpkit.callbacks import Resume
 from tests.callbacks.resume_programs import ARRAYS, STEPS, Shuffled, batches, compiled, fit
 from tests.callbacks.test_resume import Stop
 
-
-def stopped(resume, model, train, step, *others):
-    with pytest.raises(SystemExit):
-        fit(model, train, *others, Stop("request", step, resume=resume), resume)
-
-
 DATED = keras.callbacks.LambdaCallback(
     on_epoch_end=lambda _, logs: logs.update(when=datetime.datetime(2026, 1, 1))
 )
@@ -33,15 +27,9 @@ def train(path, *others, arrays=ARRAYS, data=None, **settings):
     [
         (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*\"epoch\".*'batch'"),
         (lambda path: Resume(path).track(Resume(path).track(batches())), "tracked already"),
-        (
-            lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
-            "does not know the state of this callback.*get_state",
-        ),
+        (lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]), "know.*get_state"),
         (lambda path: fit(compiled(), batches(), Resume(path)), r"train on `resume.track\(dataset"),
-        (
-            lambda path: train(path, steps_per_epoch=1),
-            "`steps_per_epoch` to `fit` if.*never ends.*=1",
-        ),
+        (lambda path: train(path, steps_per_epoch=1), "`steps_per_epoch` to `fit` if.*ends.*=1"),
         (lambda path: train(path, data=batches()), r"trains on another dataset.*`resume.track"),
         (
             lambda path: train(path, arrays=testing.toy_classification(400), shuffle=True),
@@ -112,7 +100,8 @@ def test_a_callback_after_resume_that_forgets_raises(tmp_path):
 def test_data_that_cannot_go_back_raise(tmp_path):
     resume = Resume(tmp_path)
     model, train = compiled(), resume.track(Shuffled())
-    stopped(resume, model, train, STEPS + 2)
+    with pytest.raises(SystemExit):
+        fit(model, train, Stop("request", STEPS + 2, resume=resume), resume)
     with pytest.raises(ValueError, match="cannot go back .*dataset='Shuffled'"):
         fit(model, train, resume)
 

@@ -19,7 +19,6 @@ from .falling_weight import SetRate, falling_weight, ones, straight_decay
 
 
 def scalars(directory):
-    """Read the event files of one run: tag -> {step: value}."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -52,8 +51,7 @@ def test_the_applied_rate_is_written_and_history_beside_it(tmp_path):
     assert list(validation["epoch_loss"].values()) == pytest.approx(history["val_loss"])
 
 
-@pytest.mark.parametrize("rate", [0.5, straight_decay()], ids=["plain", "schedule"])
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(("rate", "accumulation"), [(0.5, 2), (straight_decay(), None)])
 def test_batches_have_the_applied_rate_at_the_optimizers_number_of_batches(
     tmp_path, rate, accumulation
 ):
@@ -88,31 +86,13 @@ def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path, update_freq):
         assert written == expected
 
 
-@pytest.mark.tensorflow
-def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path):
-    class Own(keras.Model):
-        def call(self, x):
-            return x
-
-        def train_step(self, _):
-            return {"own": 2.0}
-
-    model = Own()
-    model.compile(optimizer=None)
-    model.fit(**ones(3), callbacks=[TensorBoard(tmp_path), Throughput(2)])
-    assert scalars(tmp_path / "train") == {"epoch_own": {0: 2.0}}
-
-
-@pytest.mark.parametrize("log_dir", ["", 5])
-def test_a_path_that_is_none_is_named(log_dir):
-    with pytest.raises(ValueError, match=f"`log_dir`.*{log_dir!r}"):
-        TensorBoard(log_dir)
-
-
-@pytest.mark.parametrize("update_freq", ["batches", 0, 1.5])
-def test_a_frequency_that_is_none_is_named(tmp_path, update_freq):
-    with pytest.raises(ValueError, match=f"`update_freq`.*{update_freq!r}"):
-        TensorBoard(tmp_path, update_freq=update_freq)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("log_dir", ""), ("log_dir", 5), *(("update_freq", value) for value in ("batches", 0, 1.5))],
+)
+def test_a_path_or_frequency_that_is_none_is_named(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
+        TensorBoard(**{"log_dir": tmp_path, name: value})
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -80,7 +80,6 @@ class Elsewhere:
         run(*inside, "link", "set", there, "up")
 
     def answering(self, ports):
-        """Return which ports of this machine answer there."""
         program = [sys.executable, "-S", "-c", ANSWERING, self.address]
         found = run("ip", "netns", "exec", self.name, *program, input=json.dumps(ports))
         return json.loads(found)
@@ -106,7 +105,6 @@ def port_of(one):
 
 
 def ports_of(mark):
-    """Return the ports at which the processes with a mark listen."""
     pids = {f"pid={pid}," for pid in child_processes.marked(mark)}
     lines = [line for line in run("ss", "-Htlnp").splitlines() if any(p in line for p in pids)]
     return sorted({int(line.split()[3].rpartition(":")[2]) for line in lines})
@@ -171,8 +169,6 @@ def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named():
 
 
 def exchange(first, *indices, count, known=()):
-    """Return what each of some processes learns."""
-
     def learned(index):
         address = dict(known).get(index)
         settings = {"index": index, "count": count, "seconds": SOON}

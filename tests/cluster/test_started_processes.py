@@ -33,7 +33,6 @@ pytestmark = [
 
 
 def run(launcher, *command, backend):
-    """Run a program in two processes; return its exit code and what it prints."""
     if launcher == "Open MPI" and not shutil.which("mpirun"):
         pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
     if launcher == "MPICH or Intel MPI" and not shutil.which("mpiexec.hydra"):
@@ -80,7 +79,6 @@ def test_a_recipe_that_would_train_copies_raises(launcher, tmp_path):
 
 @pytest.fixture
 def train_on_ray(tmp_path, monkeypatch):
-    """Return a function that trains on some workers, and returns the last state."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     sessions = tempfile.mkdtemp(prefix="ray-")  # paths of sockets are short
     monkeypatch.setenv("RAY_TMPDIR", sessions)

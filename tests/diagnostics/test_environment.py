@@ -57,7 +57,6 @@ def test_gpus_are_named_by_nvml_and_without_a_driver_there_are_none(monkeypatch)
 
 
 def planted(directory, name, version):
-    """Make what `pip` leaves of a distribution, for `importlib.metadata`."""
     metadata = directory / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

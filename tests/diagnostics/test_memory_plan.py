@@ -52,7 +52,6 @@ def blocks():
 
 @pytest.fixture(scope="module")
 def planned():
-    """Return the plan for four replicas, in which all fits."""
     return plan_memory(compiled, memory="1GiB", replicas=4)
 
 

@@ -32,8 +32,6 @@ def small():
 
 
 class Reading(keras.utils.PyDataset):
-    """Reads each batch for some seconds, as from a disk."""
-
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds

@@ -22,15 +22,12 @@ def build():
 
 
 def asked_by(target, arguments=()):
-    """Return what a target asks `fit` for."""
     with _target.program_of(target, arguments) as program:
         return program
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script, and return its path."""
-
     def write(text, name="train.py"):
         path = tmp_path / name
         path.write_text(MODEL + text, encoding="utf-8")

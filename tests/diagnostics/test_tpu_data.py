@@ -26,8 +26,6 @@ def compiled():
 
 
 class Given(keras.utils.PyDataset):
-    """A dataset of the batches that it was given."""
-
     def __init__(self, *batches):
         super().__init__()
         self.batches = batches

@@ -35,7 +35,6 @@ def ready():
 
 
 def launching(directory, program, *flags, workers=2):
-    """Return the words that start a program under the launcher."""
     script = directory / "program.py"
     script.write_text(BEGIN + program)
     words = [sys.executable, "-m", "kdpkit", "launch", "--workers", str(workers)]
@@ -45,7 +44,6 @@ def launching(directory, program, *flags, workers=2):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start launchers that do not outlive the test."""
     with contextlib.ExitStack() as stack:
 
         def start_one(program, *flags, **settings):
@@ -57,7 +55,6 @@ def start(tmp_path):
 
 
 def ended(launcher, code=0):
-    """Wait for the end with an exit code; return the output."""
     assert launcher.end(SOON) == code, launcher.shown
     return launcher.shown
 

@@ -23,7 +23,6 @@ def numbers(count=200):
 
 
 def decode(number):
-    """Do something that takes its time."""
     return tf.image.resize(tf.fill([8, 8, 3], tf.cast(number, tf.float32)), [4, 4])
 
 
@@ -347,8 +346,6 @@ def test_looking_leaves_everything_as_it_was(tmp_path):
 
 
 class Once:
-    """A function that cannot be called again."""
-
     def __init__(self):
         self.noise = [0.5]
 

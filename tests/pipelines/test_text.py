@@ -166,10 +166,7 @@ def tokenized(lines):
         (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
         (lambda: pipelines.pack_tokens(2, **ENDS), "`length` must be.*length=2"),
         (lambda: pipelines.pack_tokens(8, **ENDS | {"start": -1}), "`start` must be.*start=-1"),
-        (
-            lambda: LINES.apply(pipelines.pack_tokens(8, **ENDS)),
-            "takes vectors of token ids.*tokenize",
-        ),
+        (lambda: LINES.apply(pipelines.pack_tokens(8, **ENDS)), "vectors of token ids.*tokenize"),
     ],
 )
 def test_bad_arguments_get_one_sentence(make, sentence):

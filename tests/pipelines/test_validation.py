@@ -24,7 +24,6 @@ SIZES = [(7, 4), *((int(RANDOM.integers(1, 90)), int(RANDOM.integers(1, 33))) fo
 
 @contextlib.contextmanager
 def devices(replicas):
-    """Make models on some devices, and train them there."""
     if not ON_JAX:
         with strategies.select_strategy("mirrored", devices=replicas).scope():
             yield
@@ -41,21 +40,18 @@ def mean(values, weights):
 
 
 def of_classes(outputs, y, weights):
-    """Return the loss, the accuracy, and the weighted accuracy of logits and labels."""
     each = np.log(np.exp(outputs).sum(-1)) - outputs[np.arange(len(y)), y]
     right = outputs.argmax(-1) == y
     return mean(each, weights), right.mean(), np.average(right, weights=weights)
 
 
 def of_numbers(outputs, y, weights):
-    """Return the mean squared error, and the mean and weighted mean of absolute errors."""
     errors = outputs - y
     absolute = np.abs(errors).mean(axis=-1)
     return mean(errors**2, weights), absolute.mean(), np.average(absolute, weights=weights)
 
 
 def build(outputs, metrics, wrap=replica_exact):
-    """Build a linear model of one output or a dictionary, and compile it."""
     x = keras.Input((8,))
     loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
     names = {"kind": "accuracy", "size": "mae"}
@@ -76,7 +72,6 @@ def build(outputs, metrics, wrap=replica_exact):
 
 
 def oracle(model, outputs, x, y, weights, metrics):
-    """Return what is to be reported."""
     found = {}
     for name, of in (("kind", of_classes), ("size", of_numbers)):
         if outputs not in (name, "dictionary"):
@@ -107,7 +102,6 @@ def validation_data(x, y, weights, size, replicas, remainder):
 
 
 def drawn(outputs, examples):
-    """Return features, and labels of one output or of a dictionary."""
     y = {"kind": RANDOM.integers(0, 5, examples)}
     y["size"] = RANDOM.normal(size=(examples, 5)).astype("float32")
     features = RANDOM.normal(size=(examples, 8)).astype("float32")

@@ -16,6 +16,8 @@ _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, t
 class DividedStep:
     """A step of one device, written for replicas; `batch` is one of the kind it is called with."""
 
+    is_of_model = False
+
     def __init__(self, function, batch, replicas):
         self.mesh = Mesh(tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]))
         self._trace(function, batch)
@@ -23,6 +25,7 @@ class DividedStep:
     @classmethod
     def of_model(cls, model, batch):
         self = cls.__new__(cls)
+        self.is_of_model = True
         steps = model._maybe_symbolic_build.__self__
         self.mesh = steps.mesh
         self._trace(steps.steps_of_model["train"], batch)
@@ -51,12 +54,10 @@ class DividedStep:
         return {op.type for op in self.writer.graph.whole}
 
     def returned(self, found):
-        """Return what the step returns, of every tensor that was found."""
         return [found[name] for name in self.traced.outputs]
 
     @functools.cached_property
     def on_one_device(self):
-        """Return a function of a batch that returns every tensor, by its name."""
         return self._run(self.traced.graph_def, self.names, lambda values: values)
 
     @functools.cached_property
@@ -80,7 +81,12 @@ class DividedStep:
 
         def found(batch):
             tensors = [tf.convert_to_tensor(x) for x in tf.nest.flatten(batch) if x is not None]
-            return dict(zip(self.names, map(_array, run(*tensors)), strict=True))
+            if self.is_of_model:  # Its graph is large, and made once, for batches of any length.
+                any_length = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in tensors]
+                values = run.get_concrete_function(*any_length)(*tensors)
+            else:
+                values = run(*tensors)
+            return dict(zip(self.names, map(_array, values), strict=True))
 
         return found
 
@@ -91,7 +97,6 @@ def _array(tensor):
 
 
 def differing(one, many):
-    """Return the names of tensors that differ by more than rounding."""
     return [
         name
         for name, x in one.items()

@@ -3,7 +3,6 @@
 On both backends: tests/test_environments.py runs this file again on JAX.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -15,11 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import sharding, strategies, testing
+from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
 from tests.training import exactness
 from tests.training.exactness import ON_JAX, assert_close, assert_same_weights, cross_entropy
-from tests.training.programs import CustomStep, network
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 NO_EXAMPLES = "last batch of one example: replicas without examples"
@@ -173,11 +171,6 @@ def test_building_takes_no_batch_from_the_data():
     assert taken == [0, 3, 6, 0, 3, 6]
 
 
-def with_batch_norm(*, synchronized=False):
-    norm = keras.layers.BatchNormalization(name="norm", synchronized=synchronized)
-    return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(3)])
-
-
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
@@ -187,7 +180,10 @@ def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
         model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
         return model
 
-    make = functools.partial(with_batch_norm, synchronized=True)
+    def make():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(3)])
+
     model = compiled_on(mirrored(4), make, keras.optimizers.Adam(0.01, clipnorm=0.1))
     replica_exact(model).fit(X, Y, batch_size=5, shuffle=False, verbose=0)
     model.save(tmp_path / "saved.keras")
@@ -240,49 +236,19 @@ def test_parts_of_other_lengths_are_the_same_on_replicas(are_known):
     assert_close(*map(tf.nest.flatten, found), atol=0)
 
 
-def text_model():
-    words = keras.Input((), dtype="string")
-    table = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
-    return keras.Model(words, keras.layers.Dense(1)(keras.layers.Embedding(5, 4)(table(words))))
-
-
-def sparse_model():
-    features = keras.Input((6,), sparse=True)
-    return keras.Model(features, keras.layers.Dense(1)(features))
-
-
-class RaggedModel(keras.Model):
-    """Takes as many words for each example as it has."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.dense = keras.layers.Embedding(9, 4), keras.layers.Dense(1)
-
-    def call(self, words):
-        words = words.to_tensor() if isinstance(words, tf.RaggedTensor) else words
-        return self.dense(keras.ops.mean(self.embedding(words), axis=1))
-
-
 @pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    ("make", "batch"),
-    [
-        (text_model, np.array([*"abcab"])),
-        (text_model, np.array([*"abcab"], object)),
-        (sparse_model, tf.sparse.from_dense(np.eye(5, 6, dtype="float32"))),
-        (RaggedModel, tf.ragged.constant([[1, 2, 3], [4], [5, 6], [7], [8]])),
-    ],
-    ids=["texts", "objects", "sparse", "ragged"],
-)
-def test_a_batch_of_any_kind_is_split(make, batch):
-    found = []
+def test_texts_that_are_objects_are_split_by_the_methods_of_one_batch():
+    texts, found = np.array([*"abcab"], object), []
     for replicas in (1, 2):
         keras.utils.set_random_seed(0)
         with mirrored(replicas).scope():
-            model = replica_exact(make())
+            words = keras.Input((), dtype="string")
+            table = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
+            outputs = keras.layers.Dense(1)(keras.layers.Embedding(5, 4)(table(words)))
+            model = replica_exact(keras.Model(words, outputs))
             model.compile("sgd", "mse")
-        losses = [model.train_on_batch(batch, np.arange(5.0)) for _ in range(2)]
-        found.append((losses, model.predict_on_batch(batch)))
+        losses = [model.train_on_batch(texts, np.arange(5.0)) for _ in range(2)]
+        found.append((losses, model.predict_on_batch(texts)))
     assert_close(*found, atol=0)
 
 
@@ -292,30 +258,6 @@ def test_a_step_that_is_set_on_the_model_afterwards_sees_the_global_batch():
     model.train_step = lambda data: {"examples": tf.shape(data[0])[0]}
     logs = model.fit(X, Y, batch_size=9, verbose=0).history
     assert logs == {"examples": [9]}
-
-
-class Stepping(CustomStep):
-    """Has an optimizer that is no attribute of it."""
-
-    def __init__(self, optimizer):
-        super().__init__(network(3, inputs=4))
-        self.apply_gradients = optimizer.apply_gradients
-
-    def update(self, tape, loss):
-        weights = self.trainable_variables
-        self.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-
-
-@pytest.mark.tensorflow
-def test_an_optimizer_of_another_scope_that_nobody_holds_is_one_sentence():
-    optimizer = keras.optimizers.SGD()
-    with mirrored(2).scope():
-        model = replica_exact(Stepping(optimizer))
-        model.compile()
-    with pytest.raises(
-        ValueError, match=r"optimizer `(?i:sgd)\w*` was made outside the strategy's scope"
-    ):
-        model.fit(X, Y, batch_size=9, verbose=0)
 
 
 @pytest.mark.tensorflow
@@ -354,22 +296,13 @@ MORE_X, MORE_Y = testing.toy_classification(11)
 def net():
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.3),
-            layers.Dense(3),
-        ]
-    )
+    inner = [layers.Dense(8, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input((4,)), *inner, layers.Dense(3)])
     model.compile("sgd", cross_entropy())
     return model
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches of four examples, the last one of three."""
-
     def __len__(self):
         return 3
 
@@ -420,31 +353,6 @@ def test_every_kind_of_input_trains_as_arrays_on_one_device(data):
     np.testing.assert_allclose(predictions, expected, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.jax
-def test_several_steps_of_a_call_are_those_of_stock_keras_on_one_device():
-    def trained(devices):
-        seen = []
-        noting = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: seen.append((batch, *logs.values()))
-        )
-        with sharding.DataParallel(devices).scope() if devices else contextlib.nullcontext():
-            keras.utils.set_random_seed(0)
-            model = testing.tiny_classifier()
-            model = replica_exact(model) if devices else model
-            model.compile("sgd", cross_entropy(), metrics=["accuracy"], steps_per_execution=3)
-            x, y = testing.toy_classification(4 * 6 + 3)
-            history = model.fit(
-                x, y, batch_size=4, epochs=2, shuffle=False, validation_data=(x, y), verbose=0,
-                callbacks=[noting],
-            ).history  # fmt: skip
-        return model, [seen, history, model.predict(x, batch_size=4, verbose=0)]
-
-    (one, expected), (two, found) = trained(None), trained(2)
-    assert_same_weights(two, one)
-    assert_close(*map(jax.tree.leaves, (found, expected)))
-
-
 @pytest.mark.jax
 @pytest.mark.parametrize("exact", [True, False], ids=["replica_exact", "Keras alone"])
 def test_weights_stay_when_evaluation_fails(exact):
@@ -483,8 +391,6 @@ def test_a_model_with_averaged_weights_goes_on_after_fit():
 
 
 class Failing(Batches):
-    """Has two batches, then an error."""
-
     def __getitem__(self, index):
         if index == 2:
             raise OSError("the disk is gone")
@@ -594,13 +500,6 @@ def test_a_schedule_is_asked_once_a_step():
 
 
 # Bad input.
-
-
-def test_what_is_no_model_raises():
-    with pytest.raises(
-        ValueError, match="a function of a global batch. Received: model_or_function=3"
-    ):
-        replica_exact(3)
 
 
 @pytest.mark.tensorflow

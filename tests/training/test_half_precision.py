@@ -41,11 +41,9 @@ PROGRAMS = {program.name: program for program in [*ALL, Program("scaling", Scali
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("built-in training with dropout and batch statistics", "mixed_float16"),
         ("scaling", "mixed_float16"),
         ("adversaries", "mixed_float16"),
         ("masked language model with sample weights", "mixed_bfloat16"),
-        ("mixup in the step", "mixed_bfloat16"),
     ],
 )
 def test_half_precision_trains_as_on_one_device_to_its_rounding(name, policy, capfd):

@@ -38,19 +38,12 @@ FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each
     "Llama3": (GROUPED, 5),
     "Bert": (CLASSIC, 5),
     "GPT2": (CLASSIC, 5),
-    "OPT": (CLASSIC, 5),
-    "Mistral": (GROUPED, 5),
-    "Qwen3": (GROUPED | {"head_dim": 8}, 5),
     "Gemma": (GROUPED | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_dim": 128}, 5),
     "Gemma3": (GROUPED | {"head_dim": 8, "image_size": 16}, 5),
-    "Phi3": (GROUPED, 5),
     "Mixtral": (GROUPED | {"num_experts": 4, "top_k": 2}, 13),
     "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 11),
-    "Bart": (CLASSIC, 11),
     # Their attention ends in a square matrix, or blocks share weights or relative positions.
     "Falcon": (SIZES | {"num_attention_heads": 4, "intermediate_dim": 128}, 5),
-    "Bloom": (SIZES | {"num_heads": 4, "intermediate_dim": 128}, 5),
-    "GPTNeoX": (CLASSIC, 3),  # Attention and the feed-forward network end in one sum.
     "DebertaV3": (CLASSIC | {"bucket_size": 8}, 5),
     "Albert": (CLASSIC | {"embedding_dim": 16}, 5),
     "Whisper": (
@@ -61,13 +54,10 @@ FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each
     ),
 }
 
-SQUARE = ("Falcon", "Bloom", "GPTNeoX", "DebertaV3", "Albert", "Whisper")
-REPEATING = ("Bert", "OPT", "Mistral", "Qwen3", "Gemma3", "Phi3", "Mixtral", "Bart", *SQUARE[1:])
+REPEATING = ("Bert", "Gemma3", "Mixtral", "DebertaV3", "Albert", "Whisper")
 
 
 class LanguageModel(keras.Model):
-    """Predicts tokens with a backbone of KerasHub."""
-
     def __init__(self, family):
         super().__init__()
         import keras_hub
@@ -121,40 +111,6 @@ def own_transformer():
     return keras.Model(inputs, layers.Dense(VOCABULARY)(x))
 
 
-class RelativeAttention(layers.Layer):
-    """Attention of Transformer-XL: keys and values of one kernel, and relative positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries, self.two = layers.Dense(WIDTH), layers.Dense(2 * WIDTH)
-        self.positions, self.out = layers.Dense(WIDTH), layers.Dense(WIDTH)
-        self.of_content = self.add_weight(shape=(4, WIDTH // 4), name="of_content")
-        self.of_position = self.add_weight(shape=(4, WIDTH // 4), name="of_position")
-
-    def call(self, x):
-        distances = np.outer(np.arange(LENGTH), 0.7 ** np.arange(WIDTH))[None]
-        keys, values = ops.split(self.two(x), 2, axis=-1)
-        positions = self.positions(np.sin(distances).astype("float32"))
-        parts = (self.queries(x), keys, values, positions)
-        queries, keys, values, positions = (
-            ops.reshape(part, (-1, LENGTH, 4, WIDTH // 4)) for part in parts
-        )
-        scores = ops.einsum("bihd,bjhd->bhij", queries + self.of_content, keys)
-        scores += ops.einsum("bihd,jhd->bhij", queries + self.of_position, positions[0])
-        mixed = ops.einsum("bhij,bjhd->bihd", ops.softmax(scores / 3.0), values)
-        return self.out(ops.reshape(mixed, (-1, LENGTH, WIDTH)))
-
-
-def transformer_xl():
-    x = inputs = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, WIDTH)(x)
-    for _ in range(2):
-        x = layers.LayerNormalization()(x + RelativeAttention()(x))
-        inner = layers.Dense(4 * WIDTH, "relu")(x)
-        x = layers.LayerNormalization()(x + layers.Dense(WIDTH)(inner))
-    return keras.Model(inputs, layers.Dense(VOCABULARY)(x))
-
-
 def convolutional():
     x = inputs = keras.Input((16, 16, 3))
     for filters in (16, 32, 64):
@@ -198,10 +154,10 @@ def in_groups():
 
 
 IMAGES_OF = vision, convolutional, in_groups
-BUILDERS = {b.__name__: b for b in (*IMAGES_OF, own_transformer, transformer_xl, recurrent)}
+BUILDERS = {b.__name__: b for b in (*IMAGES_OF, own_transformer, recurrent)}
 # The most collectives in a forward pass. A kernel of queries, keys and values, or two of them, is
 # not sharded where they begin: one all-gather or two permutations in each block.
-OWN_COLLECTIVES = {"own_transformer": 7, "transformer_xl": 9, "recurrent": 1}
+OWN_COLLECTIVES = {"own_transformer": 7, "recurrent": 1}
 BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
 
 
@@ -223,8 +179,9 @@ def trained(name, distribution=None, *, size=10, prepare=lambda model: model, **
         before = model.get_weights()
         model = training.replica_exact(model) if distribution else model
         model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
-        model.evaluate(x, y, batch_size=10, verbose=0)
-        model.predict(x, batch_size=10, verbose=0)
+        if distribution:
+            model.evaluate(x, y, batch_size=10, verbose=0)
+            model.predict(x, batch_size=10, verbose=0)
     return model, before
 
 
@@ -285,10 +242,7 @@ def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("own_transformer", "convolutional")
         ),
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("vision", "recurrent", "transformer_xl")
-        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vision", "recurrent")),
     ],
 )
 def test_a_model_of_ones_own_trains_as_on_one_device(name):

@@ -110,8 +110,6 @@ def test_rounding_that_an_optimizer_enlarges_is_no_difference_and_hides_none():
 
 
 class DividingOptimizer(keras.optimizers.SGD):
-    """An optimizer that is wrong on replicas by itself."""
-
     def update_step(self, gradient, variable, learning_rate):
         divisor = 2.0 if tf.distribute.has_strategy() else 1.0
         super().update_step(gradient / divisor, variable, learning_rate)

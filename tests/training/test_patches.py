@@ -17,7 +17,6 @@ MODULES = ("keras", "tensorflow")
 
 
 def replaced():
-    """List what is not as Keras and TensorFlow made it, of what is in the table."""
     found = set()
     for owner, name, *_ in _patches._TABLE:
         value = inspect.getattr_static(owner, name, None)
@@ -33,8 +32,6 @@ def _is_ours(function):
 
 
 class Watching(keras.callbacks.Callback):
-    """Notes what is replaced during training, and reads numbers as callbacks do."""
-
     def __init__(self):
         super().__init__()
         self.during, self.numbers = set(), []

@@ -75,7 +75,6 @@ def nested():
 
 
 def trained(devices, build, *, is_remat, **settings):
-    """Train a model by `fit` on one device as Keras does, or exactly on several."""
     building, training_scope = scopes(None if devices == 1 else devices)
     with building:
         model = seeded(build)()
@@ -118,35 +117,30 @@ def test_fit_trains_what_it_trains_with_all_activations(build, devices, settings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("name", ["Bert", "GPT2"])
-def test_backbones_of_keras_hub_train_alike(name, policy):
+def test_a_backbone_of_keras_hub_in_half_precision_trains_alike():
     import keras_hub
 
     ids = np.random.default_rng(0).integers(0, 11, (6, 4)).astype("int32")
-    x = {"token_ids": ids, "padding_mask": ids > 1, "segment_ids": ids * 0}
+    x = {"token_ids": ids, "padding_mask": ids > 1}
     sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
-    sizes |= {"vocabulary_size": 11, "max_sequence_length": 4, "dropout": 0.3, "dtype": policy}
+    sizes |= {"vocabulary_size": 11, "max_sequence_length": 4, "dropout": 0.3}
+    sizes |= {"dtype": "mixed_bfloat16"}
 
     @seeded
     def weights_and_losses(is_remat):
-        backbone = getattr(keras_hub.models, f"{name}Backbone")(**sizes)
-        outputs = backbone.output
-        outputs = outputs["sequence_output"] if isinstance(outputs, dict) else outputs
-        model = keras.Model(backbone.input, layers.Dense(11, dtype="float32")(outputs))
+        backbone = keras_hub.models.GPT2Backbone(**sizes)
+        model = keras.Model(backbone.input, layers.Dense(11, dtype="float32")(backbone.output))
         model.compile(keras.optimizers.SGD(0.2), cross_entropy())
         model = remat(model) if is_remat else model
-        data = {key: x[key] for key in backbone.input}
-        history = model.fit(data, ids, batch_size=3, epochs=2, shuffle=False, verbose=0)
+        history = model.fit(x, ids, batch_size=3, epochs=2, shuffle=False, verbose=0)
         return [*model.get_weights(), history.history["loss"]]
 
-    rounding = 1e-6 if policy == "float32" else 2e-4  # XLA rounds to 16 bits where it likes
     for ours, theirs in zip(weights_and_losses(True), weights_and_losses(False), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=rounding)
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)  # XLA rounds to 16 bits where it likes
 
 
-def test_a_step_of_ones_own_computes_the_same_gradients():
-    def gradients(is_remat, compiled):
+def test_an_eager_step_of_ones_own_computes_the_same_gradients():
+    def gradients(is_remat):
         model = seeded(residual)()
         model = remat(model) if is_remat else model
         x, y = testing.toy_classification(10)
@@ -160,22 +154,15 @@ def test_a_step_of_ones_own_computes_the_same_gradients():
                 outputs, _ = model.stateless_call(weights, others, x, training=True)
                 return cross_entropy()(y, outputs)
 
-            gradient = jax.grad(loss)
-            gradient = jax.jit(gradient) if compiled else gradient
-            return gradient([variable.value for variable in variables])
+            return jax.grad(loss)([variable.value for variable in variables])
         import tensorflow as tf
 
-        def gradient():
-            with tf.GradientTape() as tape:
-                loss = cross_entropy()(y, model(x, training=True)) + sum(model.losses)
-            return tape.gradient(loss, [variable.value for variable in variables])
+        with tf.GradientTape() as tape:
+            loss = cross_entropy()(y, model(x, training=True)) + sum(model.losses)
+        return tape.gradient(loss, [variable.value for variable in variables])
 
-        return (tf.function(gradient) if compiled else gradient)()
-
-    for compiled in (True, False):
-        pairs = zip(gradients(True, compiled), gradients(False, compiled), strict=True)
-        for ours, theirs in pairs:
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 def test_the_model_is_saved_as_it_is(tmp_path):
@@ -220,36 +207,3 @@ def test_weights_of_other_layers_and_numbers_without_a_seed_are_found():
         return keras.Model(inputs, layers.Dense(3)(lender(blocks[1](blocks[0](lender(x))))))
 
     assert_same(trained(1, borrowing, is_remat=False), trained(2, borrowing, is_remat=True))
-
-
-@pytest.mark.jax
-@pytest.mark.needs(jax="0.10", reason="schedules for memory on a CPU")
-def test_it_needs_a_part_of_the_memory():
-    import jax
-
-    x = np.ones((512, 16), "float32")
-
-    def deep():
-        inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(16)]) for _ in range(8)]
-        return keras.Sequential([keras.Input((16,)), *inner])
-
-    def activations(is_remat):
-        model = deep()
-        model.compile("sgd", "mse")
-        model = remat(model) if is_remat else model
-        model.train_on_batch(x, x)
-        state = model._get_jax_state(
-            trainable_variables=True,
-            non_trainable_variables=True,
-            optimizer_variables=True,
-            metrics_variables=True,
-        )
-        lowered = jax.jit(model.train_step).lower(state, (x, x))
-        # On CPUs XLA orders operations so that they run side by side, whatever that keeps.
-        ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-        compiled = lowered.compile(compiler_options=ordered)
-        return compiled.memory_analysis().temp_size_in_bytes / (512 * 512 * 4)
-
-    complete = activations(is_remat=False)
-    assert complete > 23  # four of each block, three with JAX 0.12
-    assert activations(is_remat=True) < complete / 2

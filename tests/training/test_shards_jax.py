@@ -17,7 +17,6 @@ from keras import layers
 
 from kdpkit import sharding, training
 from kdpkit.batches import ArrayBatches
-from kdpkit.callbacks import Resume
 from kdpkit.sharding import _shards as shards
 from kdpkit.sharding._batches import place_batch
 from kdpkit.sharding._meshes import as_mesh, data_mesh
@@ -31,22 +30,14 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def data():
-    """Return uneven batches: three of 20, 20 and 12 examples."""
     return ArrayBatches((X, Y), global_batch_size=20, remainder="keep", seed=3)
 
 
 def net():
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((64,)),
-            layers.Dense(256, activation="relu"),
-            layers.Dropout(0.3),
-            layers.BatchNormalization(),
-            layers.Dense(128, activation="tanh"),
-            layers.Dense(10),
-        ]
-    )
+    first = [layers.Dense(256, "relu"), layers.Dropout(0.3), layers.BatchNormalization()]
+    last = [layers.Dense(128, "tanh"), layers.Dense(10)]
+    return keras.Sequential([keras.Input((64,)), *first, *last])
 
 
 def optimizer(clip=0.5, **settings):
@@ -59,22 +50,15 @@ def scope(devices, shard):
     return sharding.DataParallel(devices, shard=shard).scope()
 
 
-def by_fit(model, epochs=2, resume=None, **settings):
+def by_fit(model, **settings):
     compiled = {"steps_per_execution": settings.pop("steps_per_execution", 1)}
     model.compile(optimizer(**settings), CROSS_ENTROPY, **compiled)
     if keras.distribution.distribution():
         training.replica_exact(model)
-    dataset, callbacks = tracked(resume)
-    model.fit(dataset, epochs=epochs, callbacks=callbacks, shuffle=False, verbose=0)
-
-
-def tracked(resume):
-    return (resume.track(data()), [resume]) if resume else (data(), [])
+    model.fit(data(), epochs=2, shuffle=False, verbose=0)
 
 
 class OwnStep(keras.Sequential):
-    """Trains as the guide of Keras to custom steps on JAX does."""
-
     def compute(self, trainable, others, x, y):
         predictions, others = self.stateless_call(trainable, others, x, training=True)
         return CROSS_ENTROPY(y, predictions), others
@@ -289,16 +273,6 @@ def test_a_step_holds_few_weights_at_a_time(prepare, precision):
 
 
 # Saved and gone on with.
-
-
-@pytest.mark.parametrize(
-    ("first", "then"), [((8, "optimizer"), (2, "weights")), ((8, "weights"), (None, "none"))]
-)
-def test_a_run_goes_on_with_other_devices_cut_or_not(first, then, tmp_path):
-    undisturbed, before = trained(by_fit)
-    trained(lambda model: by_fit(model, epochs=1, resume=Resume(tmp_path)), *first)
-    resumed, _ = trained(lambda model: by_fit(model, resume=Resume(tmp_path)), *then)
-    assert_equal(undisturbed, resumed, before)
 
 
 def test_a_cut_model_is_saved_and_loaded_cut_or_on_one_device(tmp_path):

@@ -54,7 +54,6 @@ def trained(strategy, build, data, **loss):
 @pytest.mark.parametrize(
     ("build", "weights", "loss"),
     [
-        (penalized, False, {}),
         (penalized, True, {"reduction": "mean_with_sample_weight"}),
         (penalized, True, {"reduction": "sum"}),
         (masked, False, {}),

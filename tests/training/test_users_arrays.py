@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
@@ -27,8 +26,6 @@ def arrays():
 
 
 class Views(keras.utils.PyDataset):
-    """Batches that are views of arrays."""
-
     def __init__(self, x, y):
         super().__init__()
         self.x, self.y = x, y
@@ -55,13 +52,10 @@ def compiled_on(replicas):
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("kind", ["arrays", "slices"])
-def test_nothing_is_written_into_what_fit_takes(kind):
+def test_nothing_is_written_into_what_fit_takes():
     x, y = arrays()
     before = x.copy(), y.copy()
-    slices = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    data = {"x": x, "y": y, "batch_size": BATCH} if kind == "arrays" else {"x": slices}
-    compiled_on(2).fit(**data, epochs=2, shuffle=False, verbose=0)
+    compiled_on(2).fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     np.testing.assert_equal((x, y), before)
 
 
