@@ -1,5 +1,7 @@
 """The first call of a step of one's own: its strategy is found, variables made, mistakes named."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -28,10 +30,11 @@ class Averaged:
 
     def step(self, x, weight):
         if self.average is None:
-            self.average = tf.Variable(1.0)
+            self.average = tf.Variable(tf.ones([]) / 2)
+            self.drawn = tf.Variable(lambda: tf.random.uniform([]))
         noise = keras.random.normal(tf.shape(x))  # makes the seed of Keras' own numbers
         self.average.assign(0.5 * self.average + tf.reduce_sum((x + noise) * weight))
-        return self.average.read_value()
+        return self.average + self.drawn
 
 
 def test_variables_that_a_step_makes_before_its_strategy_is_found_are_kept(weight):
@@ -42,7 +45,35 @@ def test_variables_that_a_step_makes_before_its_strategy_is_found_are_kept(weigh
         step = decorate(averaged.step)
         scale = tf.ones([4]) if decorate is tf.function else weight
         found.append([float(step(X, scale)) for _ in range(3)])
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)  # of sums of 20 numbers
+
+
+def test_a_variable_of_the_batch_needs_the_strategy_first(weight):
+    made = []
+
+    @replica_exact
+    def step(x):
+        if not made:
+            made.append(tf.Variable(tf.reduce_mean(x)))
+        return made[0] * tf.reduce_sum(weight)
+
+    with pytest.raises(ValueError, match=r"variable of its batch.*strategy=strategy"):
+        step(X)
+
+
+def test_a_step_is_called_as_on_one_device(weight):
+    @replica_exact
+    @functools.partial(tf.function, reduce_retracing=True)
+    def step(x, scale=None):
+        return tf.reduce_sum(x * weight if scale is None else x * weight * scale)
+
+    @replica_exact
+    @tf.function(input_signature=[tf.TensorSpec([None, 4]), tf.TensorSpec([None])])
+    def of_two(x, y):
+        return tf.reduce_sum(x * weight * y[:, None])
+
+    for found in (step(X), step(X, 1.0), step(X, scale=tf.ones(4)), of_two(y=tf.ones(5), x=X)):
+        np.testing.assert_allclose(found, X.sum(), rtol=1e-5)
 
 
 def test_a_step_that_only_assigns_finds_its_strategy(weight):

@@ -287,6 +287,46 @@ def test_an_axis_that_is_cut_to_a_length_is_whole_where_others_are_unknown():
     assert_close([exact(x)], [step(x)])
 
 
+def by_the_largest_of_blocks(x):
+    blocks = tf.reshape(x, [-1, 16])
+    return tf.reshape(blocks / tf.reduce_max(blocks, axis=0), tf.shape(x))
+
+
+def without_the_rest_of_blocks(x):
+    return x - tf.reduce_mean(tf.reshape(x, [-1])[: tf.size(x) // 8 * 8])
+
+
+def by_pairs_and_blocks(x):
+    return by_the_largest_of_blocks(x + tf.repeat(x[:, ::2] * x[:, 1::2], 2, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        (by_the_largest_of_blocks, (4, 24)),
+        (by_pairs_and_blocks, (4, 24)),
+        (without_the_rest_of_blocks, (3, 5)),
+    ],
+)
+def test_blocks_of_texts_of_unknown_length_may_span_examples(step, shape):
+    step = tf.function(step, input_signature=[tf.TensorSpec([None, None])])
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    x = np.random.default_rng(0).uniform(1, 2, shape).astype("float32")
+    np.testing.assert_allclose(exact(x), step(x), rtol=1e-6)
+
+
+def test_entries_of_lists_without_a_rank_are_exact():
+    def step(x):
+        lists = [tf.TensorArray(tf.float32, 1, infer_shape=False) for _ in range(2)]
+        a, b = (one.write(0, y).read(0) for one, y in zip(lists, (x[:, 0], x[:, :1]), strict=True))
+        return a + b, tf.reduce_mean(a), b * 2
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        exact = replica_exact(step)
+    assert_close([*exact(X)], [*step(tf.constant(X))])
+
+
 def test_a_tensor_that_nothing_uses_leaves_the_others_divided(capsys):
     kernel = tf.reshape(tf.range(36.0), (12, 3))
 

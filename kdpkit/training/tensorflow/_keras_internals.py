@@ -5,6 +5,7 @@ Others import from here what is written `x as x`.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.values import SyncOnReadVariable as SyncOnReadVariable
 from tensorflow.python.eager import context, record
+from tensorflow.python.eager.lift_to_graph import UnliftableError as UnliftableError
+from tensorflow.python.eager.lift_to_graph import lift_to_graph
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.record import stop_recording as stop_recording
@@ -80,6 +83,14 @@ def import_graph_def(graph_def: Any, **settings: Any) -> Any:
         del graph._add_new_tf_operations
 
 
+def lifted(tensor: tf.Tensor) -> Any:
+    """Return the value of a tensor of a trace that depends on none of the trace's inputs."""
+    with tf.init_scope():
+        return tf.function(
+            lambda: lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
+        )()
+
+
 def inlined(function: Any) -> Any:
     """Return what computes, in the graph of its caller, what a `tf.function` does in its own."""
     if not isinstance(function, Function):
@@ -106,6 +117,7 @@ def as_tf_function(function: Callable) -> Function:
 
 def recompiled(function: Function, python: Callable, jit: bool) -> Function:
     """Return a `tf.function` with the same options, except XLA's, of another Python function."""
+    python.__signature__ = inspect.signature(function.python_function)  # type: ignore[attr-defined]
     copy = function._clone(tf.autograph.experimental.do_not_convert(python))
     copy._jit_compile = jit
     return copy

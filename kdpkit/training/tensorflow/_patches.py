@@ -179,6 +179,12 @@ def is_finding(strategy: tf.distribute.Strategy | None) -> bool:
     """Return whether a function of no strategy runs in this thread; raise if it uses a strategy."""
     is_running = getattr(_of_no_strategy, "is_running", False)
     if is_running and strategy is not None:
+        if _of_no_strategy.made_of_batch:
+            checks.fail(
+                "A step made a variable of its batch before it used one of its strategy.",
+                remedy="Decorate it in the strategy's scope, or with "
+                "`replica_exact(strategy=strategy)`.",
+            )
         raise StrategyFound(strategy)
     return is_running
 
@@ -189,7 +195,7 @@ def finding_strategies(function: Callable, step: str) -> Callable:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with installed(), tf.variable_creator_scope(_created_at_once):
-            _of_no_strategy.is_running = True
+            _of_no_strategy.is_running, _of_no_strategy.made_of_batch = True, False
             try:
                 outputs = function(*args, **kwargs)
             finally:
@@ -202,10 +208,16 @@ def finding_strategies(function: Callable, step: str) -> Callable:
 
 def _created_at_once(create: Callable, **settings: Any) -> Any:
     """Create a variable outside of a trace that may be given up, with what would initialize it."""
-    if isinstance(settings["initial_value"], tf.Tensor) and not tf.executing_eagerly():
-        return create(**settings)
+    value = settings["initial_value"]
+    value = value() if callable(value) else value
+    if isinstance(value, tf.Tensor) and not tf.executing_eagerly():
+        try:
+            value = _keras_internals.lifted(value)
+        except _keras_internals.UnliftableError:  # It depends on the batch.
+            _of_no_strategy.made_of_batch = True
+            return create(**settings)
     with tf.init_scope():
-        return _keras_internals.ResourceVariable(**settings)
+        return _keras_internals.ResourceVariable(**settings | {"initial_value": value})
 
 
 def _update(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:

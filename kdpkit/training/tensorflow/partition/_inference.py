@@ -21,8 +21,10 @@ _SEVERAL = 11
 _OTHER_LENGTH = 6007  # of no other axis: it is prime
 # A shape may depend on how these end, and all three lengths may be on one side: it is unknown.
 _COMPARISONS = ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")
-# The lengths of other axes that are unknown, such as those of texts: halved five times it is even.
-_ASSUMED, _OTHER_ASSUMED = 96, 97
+# An unknown length of other axes, as of texts, is taken for this: halved five times it is even.
+# Then for the first that a step takes of those that are even ever more often: if it makes blocks of
+# entries, or cuts a rest, these do not belong to examples there.
+_ASSUMED, _OTHERS_ASSUMED = 96, (97, 98, 100, 104, 112, 160)
 
 
 class Inferred(NamedTuple):
@@ -78,9 +80,21 @@ def _inferred(step: Any, placeholders: dict[str, Any], assumed: int | None) -> I
         # One example and an unknown length may be a broadcast, and several are none.
         if unknown and (several := _if_possible(graph_for, _SEVERAL * few[0])):
             axes |= _compared(unknown, first, _SEVERAL * few[0], several)[0]
-    if assumed and (other := _if_possible(graph_for, LENGTH, _OTHER_ASSUMED)):
-        axes = {name: i for name, i in axes.items() if _is_multiple(name, i, other)}
+    if assumed:
+        others = _of_other_texts(graph_for, [LENGTH, *(few or ())[:1]])
+        axes = {name: i for name, i in axes.items() if _is_so_for_all(name, i, others)}
     return Inferred((first, second), batch, axes, bool(assumed), longer)
+
+
+def _of_other_texts(
+    graph_for: Callable[..., Any], lengths: Sequence[int]
+) -> Sequence[tuple[int, Any]]:
+    """Return the lengths of batches, and graphs for them, with texts of another length."""
+    for assumed in _OTHERS_ASSUMED:
+        graphs = [(length, _if_possible(graph_for, length, assumed)) for length in lengths]
+        if possible := [(length, graph) for length, graph in graphs if graph]:
+            return possible
+    raise ValueError(f"the step works for texts of {_ASSUMED}, and not of {_OTHERS_ASSUMED}")
 
 
 def _of_more(graph_for: Callable[..., Any]) -> tuple[int, Any]:
@@ -113,10 +127,15 @@ def _compared(
     return are_so, may_be_so
 
 
-def _is_multiple(name: str, axis: int, graph: Any) -> bool:
-    """Return whether an axis has examples where texts have another length: not so many groups."""
-    shape = graph.get_tensor_by_name(name).shape
-    return shape.rank is None or shape[axis] is None or shape[axis] % LENGTH == 0
+def _is_so_for_all(name: str, axis: int, graphs: Sequence[tuple[int, Any]]) -> bool:
+    """Return whether each example has as many entries along an axis, whatever their number is."""
+    shapes = [(length, graph.get_tensor_by_name(name).shape) for length, graph in graphs]
+    entries = {
+        divmod(shape[axis], length)
+        for length, shape in shapes
+        if shape.rank is not None and shape[axis] is not None
+    }
+    return len(entries) < 2 and all(rest == 0 for _, rest in entries)
 
 
 def _of_one_length(step: Any, placeholders: dict[str, Any], assumed: int | None) -> list[str]:

@@ -150,6 +150,9 @@ class LabelledGraph:
                     return None
             if label is PARTIAL and axis is not None:
                 return None
+            # Parts of unknown rank cannot be joined.
+            if isinstance(label, Split) and x.shape.rank is None and not self.is_body:
+                return None
         return found
 
 

@@ -160,8 +160,9 @@ def entry_by_entry(op: Operation) -> list[Any] | None:
     ranks = [x.shape.rank for x in op.inputs]
     if not op.splits:
         return None
-    if None in ranks:  # an entry of a list
-        return [op.labels[0]] if len({*op.labels}) == 1 else None
+    if None in ranks:  # an entry of a list, which may be broadcast with others
+        is_of_one_shape = len(ranks) == 1 or op.kind == "AddN"
+        return [op.labels[0]] if is_of_one_shape and len({*op.labels}) == 1 else None
     found = _aligned(op)
     return found and found * len(op.outputs)
 
