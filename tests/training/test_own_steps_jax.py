@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from keras import layers
 
-from kdpkit import sharding, testing
+from kdpkit import sharding
 from kdpkit.sharding import _meshes
 from kdpkit.testing._toys import off_by
 from kdpkit.training import replica_exact
@@ -24,12 +24,13 @@ from tests.training.exactness import assert_close
 FENCED = re.compile(r"^```python.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 pytestmark = pytest.mark.jax
 RANDOM = np.random.default_rng(0)
-SIZES = (12, 7, 1)
+SIZES = (12, 11, 7, 1)
 IMAGES = RANDOM.normal(size=(31, 6, 6, 2)).astype("float32")
 RANDOM_WEIGHTS = RANDOM.normal(size=(75, 16)).astype("float32")
 LABELS = RANDOM.integers(0, 3, 31)
 TOKENS = RANDOM.integers(0, 20, (31, 6))
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+BINARY = keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 def batches(*arrays):
@@ -42,8 +43,48 @@ def values_of(owner):
     return [variable.value for variable in owner.variables]
 
 
+def convnet():
+    keras.utils.set_random_seed(0)
+    inner = [layers.Conv2D(4, 3), layers.BatchNormalization(momentum=0.9), layers.ReLU()]
+    outer = [layers.Flatten(), layers.Dropout(0.3), layers.Dense(3)]
+    return keras.Sequential([keras.Input((6, 6, 2)), *inner, *outer])
+
+
 # Loops as guides have them. Each takes what to put on a step, and returns the first state, the last
 # state, and what the loop has printed.
+
+
+def keras_guide(on_step):
+    """Keras' guide to writing a training loop from scratch in JAX."""
+    model, optimizer = convnet(), keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def compute_loss_and_updates(trainable, others, metrics, x, y):
+        logits, others = model.stateless_call(trainable, others, x, training=True)
+        loss = CROSS_ENTROPY(y, logits)
+        metrics = accuracy.stateless_update_state(metrics, y, logits)
+        return loss, (logits, others, metrics)
+
+    grad_fn = jax.value_and_grad(compute_loss_and_updates, has_aux=True)
+
+    @on_step
+    def train_step(state, data):
+        trainable, others, of_optimizer, metrics = state
+        (loss, (logits, others, metrics)), grads = grad_fn(trainable, others, metrics, *data)
+        trainable, of_optimizer = optimizer.stateless_apply(of_optimizer, grads, trainable)
+        return loss, logits, (trainable, others, of_optimizer, metrics)
+
+    trainable = [variable.value for variable in model.trainable_variables]
+    others = [variable.value for variable in model.non_trainable_variables]
+    state = first = (trainable, others, values_of(optimizer), values_of(accuracy))
+    first, printed = jax.tree.map(np.array, first), []
+    for data in batches(IMAGES, LABELS):
+        loss, logits, state = train_step(state, data)
+        printed += [float(loss), np.asarray(logits), accuracy.stateless_result(state[3])]
+    for variable, value in zip(model.trainable_variables, state[0], strict=True):
+        variable.assign(value)
+    return first[:2], state[:2], [printed, np.asarray(model(IMAGES))]
 
 
 def adam_by_hand(on_step):
@@ -81,6 +122,36 @@ def adam_by_hand(on_step):
     return first, params, losses
 
 
+def sharding_guide(on_step):
+    """JAX' guides to sharding: a mesh, a replicated state and sharded batches, all put by hand."""
+    devices = jax.devices()[: 1 if on_step is jitted else 2]
+    mesh = Mesh(np.array(devices), ("data",))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_data = NamedSharding(mesh, PartitionSpec("data"))
+    params = [
+        (0.1 * jax.random.normal(jax.random.key(0), shape), jnp.zeros(shape[1]))
+        for shape in ((72, 16), (16, 3))
+    ]
+    first, params = jax.tree.map(np.array, params), jax.device_put(params, replicated)
+
+    def loss_fn(params, x, y):
+        for w, b in params:
+            x = jax.nn.relu(x) @ w + b
+        return -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], 1).mean()
+
+    @on_step
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(params, x, y):
+        gradient = jax.grad(loss_fn)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    for x, y in batches(IMAGES.reshape(31, -1), LABELS):
+        if len(x) % 2 == 0:
+            x, y = jax.device_put((x, y), by_data)
+        params = update(params, x, y)
+    return first, params, None
+
+
 def language_model(on_step):
     """A model with a table, which is looked up, and attention; a subclass with a method as step."""
     keras.utils.set_random_seed(0)
@@ -112,42 +183,55 @@ def language_model(on_step):
     return first, state["weights"], losses
 
 
-def keras_guide(on_step):
-    """Keras' guide to writing a training loop from scratch in JAX, with noise from a key of JAX."""
+def gan(on_step):
+    """Two networks with an optimizer each, and noise from a key of JAX."""
     keras.utils.set_random_seed(0)
-    inner = [layers.Conv2D(4, 3), layers.BatchNormalization(momentum=0.9), layers.ReLU()]
-    outer = [layers.Flatten(), layers.Dropout(0.3), layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6, 6, 2)), *inner, *outer])
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.build(model.trainable_variables)
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    inner = [layers.Dense(9), layers.BatchNormalization(), layers.LeakyReLU(), layers.Dense(72)]
+    generator = keras.Sequential([keras.Input((4,)), *inner])
+    inner = [layers.Dense(9, "leaky_relu"), layers.Dropout(0.3), layers.Dense(1)]
+    discriminator = keras.Sequential([keras.Input((72,)), *inner])
+    networks = generator, discriminator
+    optimizers = [keras.optimizers.SGD(0.05) for _ in networks]
+    for network, optimizer in zip(networks, optimizers, strict=True):
+        optimizer.build(network.trainable_variables)
 
-    def compute_loss_and_updates(trainable, others, metrics, x, y):
-        logits, others = model.stateless_call(trainable, others, x, training=True)
-        loss = CROSS_ENTROPY(y, logits)
-        metrics = accuracy.stateless_update_state(metrics, y, logits)
-        return loss, (logits, others, metrics)
-
-    grad_fn = jax.value_and_grad(compute_loss_and_updates, has_aux=True)
+    def state_of(network, optimizer):
+        groups = network.trainable_variables, network.non_trainable_variables, optimizer.variables
+        return tuple([variable.value for variable in group] for group in groups)
 
     @on_step
-    def train_step(state, data, key):
-        trainable, others, of_optimizer, metrics = state
-        x = data[0] + jax.random.normal(key, data[0].shape)
-        (loss, (logits, others, metrics)), grads = grad_fn(trainable, others, metrics, x, data[1])
-        trainable, of_optimizer = optimizer.stateless_apply(of_optimizer, grads, trainable)
-        return loss, logits, (trainable, others, of_optimizer, metrics)
+    def step(of_generator, of_discriminator, images, key):
+        noise = jax.random.normal(key, (len(images), 4))
 
-    trainable = [variable.value for variable in model.trainable_variables]
-    others = [variable.value for variable in model.non_trainable_variables]
-    state = first = (trainable, others, values_of(optimizer), values_of(accuracy))
-    first, printed = jax.tree.map(np.array, first), []
-    for number, data in enumerate(batches(IMAGES, LABELS)):
-        loss, logits, state = train_step(state, data, jax.random.PRNGKey(number))
-        printed += [float(loss), np.asarray(logits), accuracy.stateless_result(state[3])]
-    for variable, value in zip(model.trainable_variables, state[0], strict=True):
-        variable.assign(value)
-    return first[:2], state[:2], [printed, np.asarray(model(IMAGES))]
+        def losses(trained, index):
+            generate, discriminate = (
+                functools.partial(network.stateless_call, training=True) for network in networks
+            )
+            g_weights, d_weights = of_generator[0], of_discriminator[0]
+            g_weights, d_weights = (trained, d_weights) if index == 0 else (g_weights, trained)
+            fakes, g_state = generate(g_weights, of_generator[1], noise)
+            real, d_state = discriminate(d_weights, of_discriminator[1], images)
+            fake, d_state = discriminate(d_weights, d_state, fakes)
+            if index == 0:
+                return BINARY(jnp.ones_like(fake), fake), g_state
+            loss = BINARY(jnp.ones_like(real), real) + BINARY(jnp.zeros_like(fake), fake)
+            return loss, d_state
+
+        states, printed = [], []
+        for index, (weights, _, slots) in enumerate((of_generator, of_discriminator)):
+            (loss, others), grads = jax.value_and_grad(losses, has_aux=True)(weights, index)
+            weights, slots = optimizers[index].stateless_apply(slots, grads, weights)
+            states.append((weights, others, slots))
+            printed.append(loss)
+        return *states, printed
+
+    states, key = [*map(state_of, networks, optimizers)], jax.random.PRNGKey(0)
+    first, printed = jax.tree.map(np.array, states), []
+    for (images,) in batches(IMAGES.reshape(31, -1)):
+        key, subkey = jax.random.split(key)
+        *states, losses = step(*states, images, subkey)
+        printed.append([*map(float, losses)])
+    return first, states, printed
 
 
 @functools.partial(
@@ -229,10 +313,14 @@ def assert_equal(program, on_step):
     ("program", "devices"),
     [
         (adam_by_hand, 2),
+        slow(keras_guide, 2),
+        slow(keras_guide, 3),
+        slow(keras_guide, "2x2"),
         slow(language_model, 2),
         slow(language_model, "2x2"),
-        slow(keras_guide, 3),
-        slow(keras_guide, "sharded"),
+        slow(gan, 2),
+        slow(gan, 3),
+        slow(gan, "sharded"),
         (scanned, 3),
         slow(scanned, "2x2"),
     ],
@@ -243,13 +331,10 @@ def test_a_loop_of_ones_own_trains_what_one_device_trains(program, devices):
 
 
 @pytest.mark.slow
-def test_a_mesh_of_jax_is_a_strategy():
+@pytest.mark.parametrize("program", [sharding_guide, adam_by_hand])
+def test_a_mesh_of_jax_is_a_strategy(program):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    assert_equal(adam_by_hand, replica_exact(strategy=mesh))
-    replicated, by_data = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-    step = replica_exact(strategy=mesh)(jax.jit(sgd, donate_argnums=0))
-    w, batch = jax.device_put(W, replicated), jax.device_put((X, Y), by_data)
-    np.testing.assert_allclose(step(w, *batch), sgd(W, X, Y), rtol=1e-5, atol=1e-6)
+    assert_equal(program, replica_exact(strategy=mesh))
 
 
 def test_jit_may_stand_above():
@@ -403,9 +488,9 @@ def test_a_distribution_that_is_made_and_not_set_is_one_sentence(make, owner, or
     def train():
         if owner == "step":
             return functools.partial(replica_exact(sgd), W, X, Y)
-        model = replica_exact(testing.tiny_classifier())
+        model = replica_exact(convnet())
         model.compile("sgd", CROSS_ENTROPY)
-        return functools.partial(model.fit, *testing.toy_classification(9), verbose=0)
+        return functools.partial(model.fit, IMAGES, LABELS, verbose=0)
 
     call = train()
     distribution = distribution or make()

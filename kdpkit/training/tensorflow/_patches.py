@@ -215,7 +215,7 @@ def _created_at_once(create: Callable, **settings: Any) -> Any:
             value = _keras_internals.lifted(value)
         except _keras_internals.UnliftableError:  # It depends on the batch.
             _of_no_strategy.made_of_batch = True
-            return create(**settings)
+            return create(**settings | {"initial_value": value})
     with tf.init_scope():
         return _keras_internals.ResourceVariable(**settings | {"initial_value": value})
 
