@@ -460,17 +460,27 @@ def _known_values(function: Any, owner: Any) -> Iterator[Any]:
     if owner is not None:
         names[codes[0].co_varnames[0]] = owner
     value: Any = None
-    for step in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
-        operation, _, what = step.opname.partition("_")
+    for kind, name in itertools.chain.from_iterable(map(_instructions, codes)):
+        operation, _, what = kind.partition("_")
         if operation == "STORE" and what in ("FAST", "DEREF"):
-            names[step.argval] = value
-        elif step.opname == "IMPORT_NAME":
-            value = sys.modules.get(step.argval)
+            names[name] = value
+        elif kind == "IMPORT_NAME":
+            value = sys.modules.get(name)
         elif what in ("ATTR", "METHOD", "FROM"):
-            value = _attribute(value, step.argval)
+            value = _attribute(value, name)
         else:
-            value = names.get(step.argval) if operation == "LOAD" and what != "CONST" else None
+            value = names.get(name) if operation == "LOAD" and what != "CONST" else None
         yield value
+
+
+def _instructions(code: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the instructions of a code, and what each names: two that Python 3.13 joins as two."""
+    for step in dis.get_instructions(code):
+        joined = re.findall("(?:LOAD|STORE)_FAST", step.opname)
+        if len(joined) == 2:  # such as STORE_FAST_LOAD_FAST
+            yield from zip(joined, step.argval, strict=True)
+        else:
+            yield step.opname, step.argval
 
 
 def _attribute(value: Any, name: str) -> Any:
