@@ -63,9 +63,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def import_graph_def(graph_def: Any, **settings: Any) -> Any:
-    """Add nodes to the current graph in half of the time, with the devices that they have.
+    """Add nodes to the current graph, with the devices that they have, sooner than TensorFlow does.
 
-    TensorFlow's function works out each node's device again, and its control flow of version 1.
+    That works out each node's device again, and its control flow of version 1.
     """
     graph = tf.compat.v1.get_default_graph()
 

@@ -54,11 +54,13 @@ def shares_of_whole(step: Any, graph: Any) -> Any:
     whole = [
         op for op in graph.whole if any(graph.of(x) is WHOLE for x in (*op.inputs, *op.outputs))
     ]
+    shares: Any = collections.Counter()
+    if not whole:
+        return shares
     divided = [op for op in graph.first.get_operations() if _has_examples(graph, op.outputs)]
     bodies = Bodies(step, graph.longer)
     work = {op: _work(op, bodies) for op in {*divided, *whole}}
     total = sum(work.values()) or 1.0
-    shares: Any = collections.Counter()
     traced = {op.name: op for op in step.graph.get_operations()}
     for op in whole:
         shares[f"`{op.type}`{_place(traced, op.name)}"] += work[op] / total
